@@ -78,5 +78,4 @@ def draw(rows: Sequence[dict[str, Any]], config: TasksConfig) -> bytes:
         panel.set(title=f"{name} ({task.level})", xlabel="side" if task.level == "grid" else "length", ylim=(0, 1.03))
         panel.set_xticks(lengths)
     figure.supylabel("accuracy")
-    style.lay_out(figure)
     return style.png(figure)

@@ -14,7 +14,7 @@ from train.model.flops import update_flops
 from train.plan import against, kept, report
 from train.plan.compiling import compile_step
 from train.plan.others import Blocks, parse_blocks
-from train.plan.plan import check_split, make_plan, plan_evaluation, plan_of, read_step, stages
+from train.plan.plan import check_split, make_plan, plan_evaluation, plan_of, read_step
 from train.plan.pods import Pod, pod
 from train.plan.ruler import Reading
 from train.plan.sweep import sweep as rank
@@ -77,7 +77,7 @@ def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: 
         _check_alone(config, sweep)
         _compare(config, on, steps, console)
         return
-    for name, stage in stages(config):
+    for name, stage in zip(config.stage_names, config.every_stage, strict=True):
         if len(config.stage_names) > 1:
             console.rule(name)
         _plan_stage(stage, on, sweep, console, steps.flags)

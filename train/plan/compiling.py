@@ -5,14 +5,11 @@ So if the compiler runs out of memory or time, or crashes, a sweep continues and
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,7 @@ from train.config import Config, MeshConfig, TrainConfig, dump, parse_text
 from train.plan.pods import Place, Pod, pod
 from train.runtime.flags import VARIABLE, missing
 from train.runtime.lines import in_a_line
-from train.runtime.paths import python_path
-from train.workshop.schedule.compiling import DoesNotCompile, check_compiler
+from train.workshop.schedule.compiling import DoesNotCompile, answer, check_compiler, run_compiler
 
 _OUT_OF_MEMORY = (
     re.compile(r"temporaries \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"),
@@ -100,43 +96,15 @@ def compiler_flags(chip: str, flags: str | None = None) -> str:
 
 
 def _run(directory: str, on: Pod, timeout: int, flags: str, kind: str) -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        VARIABLE: flags,
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no process holds a TPU, so no lock is needed
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "PYTHONPATH": python_path(),
-    }
-    command = [sys.executable, "-m", "train.plan.compiling", directory, on.slice_name, str(on.slices), kind]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        raise DoesNotCompile(f"the compiler took longer than {timeout} s") from None
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        if unknown := _UNKNOWN_FLAG.search(done.stderr):
+        return run_compiler("train.plan.compiling", [directory, on.slice_name, str(on.slices), kind], flags, timeout)
+    except DoesNotCompile as error:
+        if unknown := _UNKNOWN_FLAG.search(error.details):
             raise ValueError(
                 f"--flags: this libtpu knows no flag --{unknown[1]}, found among {flags}; take it out of {VARIABLE}, "
                 'or, if posjax recommends it, give the others by --flags="..."'
-            )
-        error = DoesNotCompile(f"the compiler died with exit status {done.returncode}")
-        error.details = done.stderr
-        raise error
-    reply = json.loads(lines[-1])
-    if "problem" in reply:
-        raise _problem(reply, done.stderr)
-    return reply
-
-
-def _problem(reply: dict[str, Any], details: str) -> ValueError:
-    too_much = out_of_memory(reply["problem"])
-    if reply["is_mistake"] and not too_much:
-        return ValueError(reply["problem"])
-    error = DoesNotCompile(too_much or reply["problem"][:400])
-    error.details = details
-    return error
+            ) from None
+        raise
 
 
 def out_of_memory(message: str) -> str | None:
@@ -263,13 +231,12 @@ def _bytes(tree: Any) -> float:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
-def _main(directory: str, topology: str, slices: str, kind: str) -> dict[str, Any]:
-    try:
-        return _child(Path(directory), pod(topology, int(slices)), kind)
-    except Exception as error:
-        traceback.print_exc()
-        return {"problem": in_a_line(error, 2000), "is_mistake": isinstance(error, ValueError)}
+def _words(error: Exception) -> str:
+    """The message for a user; long ones of the compiler are cut."""
+    text = in_a_line(error, 2000)
+    return out_of_memory(text) or (text if isinstance(error, ValueError) else text[:400])
 
 
 if __name__ == "__main__":
-    print(json.dumps(_main(*sys.argv[1:])))
+    folder, topology, slices, kind = sys.argv[1:]
+    answer(lambda: _child(Path(folder), pod(topology, int(slices)), kind), _words)

@@ -6,20 +6,24 @@
                     "places": ``[[*device.coords, device.core_on_chip], ...]``, of the mesh's devices in its order}
     schedules/     the compiler's dump of its kernels, if that is kept; used for kernels that are not ours
 
-`step.json` may also have ``"tokens"``, of a step over all devices, and ``"flags"``, with which it was compiled.
+`step.json` may also have ``"tokens"``, of a step over all devices, and ``"flags"``, with which it was compiled, but no
+other keys.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from posjax._checks import check
+from train.config.typed import section
 from train.plan.compiling import CompiledStep, Memory
 from train.plan.pods import Pod
+from train.runtime.lines import in_a_line
 
 PROGRAM, STEP, SCHEDULES = "program.txt", "step.json", "schedules"
 
@@ -46,6 +50,41 @@ class Kept:
     schedules: Path | None = None
 
 
+@dataclass(frozen=True)
+class StepFile:
+    """The content of ``step.json``."""
+
+    memory: Mapping = field(default_factory=dict)
+    axes: Mapping = field(default_factory=dict)
+    places: tuple[tuple[int, ...], ...] = ()
+    tokens: int | None = None
+    flags: str | None = None
+
+    def __post_init__(self):
+        check(
+            all(_is_number(self.memory.get(name)) for name in _SIZES.values()),
+            f"step.memory: expected the bytes of {', '.join(_SIZES.values())}, found {self.memory!r:.200}",
+        )
+        check(
+            bool(self.axes) and all(isinstance(size, int) and size > 0 for size in self.axes.values()),
+            f'step.axes: expected sizes by name, as in {{"fsdp": 256}}, found {self.axes!r:.200}',
+        )
+        devices = math.prod(self.axes.values())
+        check(
+            bool(self.places) and all(len(place) == 4 for place in self.places) and devices % len(self.places) == 0,
+            f"step.places: expected [x, y, z, core] of each of the {devices} devices of the mesh, or of those of a "
+            f"slice, found {len(self.places)}: {self.places!r:.200}",
+        )
+        check(
+            self.tokens is None or self.tokens > 0,
+            f"step.tokens: expected those of a step over all devices, found {self.tokens}",
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def keep(folder: Path, step: CompiledStep, tokens: int) -> None:
     """Writes a step of ours. Raises OSError for a folder that cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,80 +102,28 @@ def read(folder: Path, on: Pod) -> Kept:
     """
     for name in (PROGRAM, STEP):
         check((folder / name).is_file(), f"--against: {folder}: expected {PROGRAM} and {STEP}, found no {name}")
-    told = _json(folder / STEP)
-    axes, places = _axes(told, folder), _places(told, folder)
+    told = _step_file(folder / STEP)
     devices = on.devices // on.slices
     check(
-        len(places) == devices,
+        len(told.places) == devices,
         f"--against: {folder / STEP}: places: expected those of the {devices} devices of {on.slice_name}, found "
-        f"{len(places)}; --topology must be the pod that the step was compiled for",
+        f"{len(told.places)}; --topology must be the pod that the step was compiled for",
     )
     text = (folder / PROGRAM).read_text(encoding="utf-8")
-    step = CompiledStep(text, _memory(told, folder), axes, places, _flags(told, folder))
+    step = CompiledStep(text, _memory(told.memory), dict(told.axes), told.places, told.flags)
     schedules = folder / SCHEDULES
     found = schedules if schedules.is_dir() else None
-    return Kept(folder.name, step, _tokens(told, folder), found)
+    return Kept(folder.name, step, told.tokens, found)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _step_file(path: Path) -> StepFile:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        return section(json.loads(path.read_text(encoding="utf-8")), StepFile, "step")
     except ValueError as error:
-        raise ValueError(f"--against: {path}: expected JSON: {error}") from None
-    check(isinstance(told, dict), f"--against: {path}: expected an object, found {type(told).__name__}")
-    return told
+        raise ValueError(f"--against: {path}: {in_a_line(error, 400)}") from None
 
 
-def _memory(told: dict[str, Any], folder: Path) -> Memory:
-    sizes = told.get("memory")
-    check(
-        isinstance(sizes, dict) and all(_is_number(sizes.get(name)) for name in _SIZES.values()),
-        f"--against: {folder / STEP}: memory: expected the bytes of {', '.join(_SIZES.values())}, found {sizes!r:.200}",
-    )
+def _memory(sizes: Mapping[str, float]) -> Memory:
     found = {own: sizes[name] for own, name in _SIZES.items()}
     found["kept"] -= min(found["kept"], sizes.get(_ALIAS, 0))
     return Memory(**found, **{name: sizes.get(name, 0.0) for name in _OWN})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _axes(told: dict[str, Any], folder: Path) -> dict[str, int]:
-    axes = told.get("axes")
-    check(
-        isinstance(axes, dict) and all(isinstance(size, int) and size > 0 for size in axes.values()),
-        f'--against: {folder / STEP}: axes: expected sizes by name, as in {{"fsdp": 256}}, found {axes!r:.200}',
-    )
-    return axes
-
-
-def _places(told: dict[str, Any], folder: Path) -> tuple[tuple[int, ...], ...]:
-    places, devices = told.get("places"), math.prod(_axes(told, folder).values())
-    is_list = isinstance(places, list) and all(
-        isinstance(place, list) and len(place) == 4 and all(isinstance(at, int) for at in place) for place in places
-    )
-    check(
-        is_list and places and devices % len(places) == 0,
-        f"--against: {folder / STEP}: places: expected [x, y, z, core] of each of the {devices} devices of the mesh, "
-        f"or of those of a slice, found {len(places) if is_list else repr(places)[:200]}",
-    )
-    return tuple(map(tuple, places))
-
-
-def _tokens(told: dict[str, Any], folder: Path) -> int | None:
-    tokens = told.get("tokens")
-    check(
-        tokens is None or (isinstance(tokens, int) and tokens > 0),
-        f"--against: {folder / STEP}: tokens: expected those of a step over all devices, found {tokens!r}",
-    )
-    return tokens
-
-
-def _flags(told: dict[str, Any], folder: Path) -> str | None:
-    flags = told.get("flags")
-    check(
-        flags is None or isinstance(flags, str),
-        f"--against: {folder / STEP}: flags: expected a text, as in LIBTPU_INIT_ARGS, found {flags!r}",
-    )
-    return flags

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +34,6 @@ class Plan:
     memory: Memory
     flops: Flops
     tally: Tally
-    reading: Reading | None = None  # the time by parts and passes
     flags: str = ""  # with which it was compiled
     share: float = 1.0  # of the FLOPs of an update: a third for a forward pass alone
 
@@ -43,12 +41,6 @@ class Plan:
     def seconds(self) -> float:
         """The predicted time of a step."""
         return self.tally.seconds
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step fits into a device's memory. A compiled program does, except for memory that the compiler
-        cannot see."""
-        return self.memory.total <= self.pod.hbm_bytes
 
     @property
     def mfu(self) -> float:
@@ -108,10 +100,8 @@ def plan_evaluation(config: Config, on: Pod, timeout: int = 3600, flags: str | N
 
 def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:
     """The plan of a config with a compiled step."""
-    reading = read_step("this step", config, on, compiled)
-    return Plan(
-        config, on, compiled.axes, compiled.memory, update_flops(config), reading.tally, reading, compiled.flags or ""
-    )
+    tally = read_step("this step", config, on, compiled).tally
+    return Plan(config, on, compiled.axes, compiled.memory, update_flops(config), tally, compiled.flags or "")
 
 
 def read_step(
@@ -160,8 +150,3 @@ def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
     where = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
     width = where.ulysses if "ring-ulysses" in where.strategies else 1
     return width * config.train.length / where.layout.shards if where.layout.reorders else float("inf")
-
-
-def stages(config: Config) -> Iterator[tuple[str, Config]]:
-    """Every stage of a config by name; the config itself if it has no stages."""
-    return zip(config.stage_names, config.every_stage, strict=True)

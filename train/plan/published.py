@@ -22,7 +22,6 @@ from typing import Any, Literal
 from train.config import Config, parse
 from train.model.build import decoder_config
 from train.model.flops import maxtext_flops
-from train.plan.pods import pod
 
 _LLAMA_2_7B = {"num_layers": 32, "model_dim": 4096, "num_heads": 32, "mlp_dim": 11008, "vocabulary": 32000}
 _LLAMA_2_70B = {
@@ -83,12 +82,6 @@ class Published:
         return found.parameters + found.attention * (1 + (self.pairs == "all")) + lookup * self.counts_lookup
 
     @property
-    def step_seconds(self) -> float:
-        """Seconds of a step on all chips: as logged, or derived from the count."""
-        chips = pod(self.topology, self.slices).chips
-        return self.seconds or self.counted / (1e12 * self.teraflops * chips)
-
-    @property
     def comparable(self) -> float:
         """TFLOP per second and chip, as MaxText counts now: published x half of the pairs, without lookup / counted."""
         return self.teraflops * maxtext_flops(self.config).total / self.counted
@@ -99,15 +92,6 @@ class Published:
         counted = f"{self.pairs} of the pairs" if self.pairs == "half" else "all pairs"
         lookup = ", lookup" if self.counts_lookup else ""
         return counted + lookup + ("" if self.seconds else ": not checked")
-
-
-def count_error(run: Published) -> float | None:
-    """The relative difference of the logged step from its counted number; None if no step was logged,
-
-    teraflops x chips x seconds / counted - 1.
-    """
-    chips = pod(run.topology, run.slices).chips
-    return None if run.seconds is None else 1e12 * run.teraflops * chips * run.seconds / run.counted - 1
 
 
 _FUSE_ALL_GATHERS = (

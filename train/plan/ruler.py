@@ -33,7 +33,6 @@ class Spent:
     seconds: float = 0.0
     flops: float = 0.0
     moved: float = 0.0  # bytes between HBM and the cores, a lower bound
-    products: float = 0.0  # seconds of matrix products
 
 
 @dataclass
@@ -69,24 +68,6 @@ class Reading:
     def flops(self) -> float:
         """FLOPs of matrix products on a device; those of kernels are unknown."""
         return sum(spent.flops for spent in self.parts.values())
-
-    @property
-    def products(self) -> float:
-        """Seconds of fusions that multiply matrices."""
-        return sum(spent.products for spent in self.parts.values())
-
-
-def passes(reading: Reading) -> dict[str, dict[str, float]]:
-    """Seconds of each pass: of products, of other computation, and of kernels whose time is known."""
-    found: dict[str, dict[str, float]] = {}
-    for (_, name), spent in reading.parts.items():
-        one = found.setdefault(name, {"products": 0.0, "memory": 0.0, "kernels": 0.0})
-        one["products"] += spent.products
-        one["memory"] += spent.seconds - spent.products
-    for (_, name), launches in reading.kernels.items():
-        one = found.setdefault(name, {"products": 0.0, "memory": 0.0, "kernels": 0.0})
-        one["kernels"] += launches.seconds or 0.0
-    return found
 
 
 def measure(name: str, player: Player, memory: Memory, tokens: int, widths: Widths) -> Reading:
@@ -154,7 +135,6 @@ def _add_part(reading: Reading, player: Player, visit: Visit, widths: Widths) ->
     flops = sum(product.flops for product in products_of(player.module, computation, line))
     spent.seconds += times * chance * seconds
     spent.flops += times * chance * flops
-    spent.products += times * chance * seconds * (flops > 0)
     spent.moved += times * chance * moved_bytes(player.module, computation, line)
 
 

@@ -19,12 +19,10 @@ from typing import Any
 import jinja2
 
 from train.config import Config, load
-from train.plan.fit import Rates, Timed, fit, without_own
 from train.plan.plan import Plan, make_plan
 from train.plan.pods import DCN_LATENCY, GIB, KNOWN, LATENCY, Pod, pod
 from train.plan.published import PUBLISHED, Published
 from train.plan.report import mesh_text
-from train.plan.ruler import passes
 from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
 from train.runtime.paths import ROOT, write_file
@@ -109,37 +107,21 @@ def _plan(entry: Planned) -> Plan:
 
 def numbers(plan: Plan) -> dict[str, Any]:
     """The numbers of a plan for the page."""
-    memory, tally = plan.memory, plan.tally
+    memory = plan.memory
     return {
         "mesh": mesh_text(plan.axes),
         "remat": plan.config.model.remat,
         "hbm": memory.total / plan.pod.hbm_bytes,
-        "gib": {name: round(getattr(memory, name) / 2**30, 3) for name in ("parameters", "optimizer", "temp", "total")},
-        "flops": plan.flops.total,
+        "gib": {name: round(getattr(memory, name) / 2**30, 3) for name in ("parameters", "optimizer", "total")},
         "attention": plan.flops.attention / plan.flops.total,
         "seconds": plan.seconds,
-        "compute": tally.compute,
-        "products": plan.reading.products,
-        "passes": passes(plan.reading),
-        "kernels": tally.kernels,
-        "exposed": tally.exposed,
-        "gigabytes": {axes: round(size / 1e9, 2) for axes, size in _by_axes(plan).items()},
         "tokens": plan.tokens_per_second,
         "mfu": plan.mfu,
-        "maxtext_mfu": plan.maxtext_mfu,
         "teraflops": plan.maxtext_mfu * plan.pod.peak_flops / 1e12,
-        "unknown": dict(tally.unknown),
+        "unknown": dict(plan.tally.unknown),
         "flags": plan.flags,
         "versions": versions(("jax", "libtpu")),
     }
-
-
-def _by_axes(plan: Plan) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for (axes, _), size in plan.tally.moved.items():
-        if size:
-            found[axes] = found.get(axes, 0.0) + size
-    return found
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -164,14 +146,11 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     """The whole page, from the template in this folder."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
     ours, theirs = ([entry for entry in entries() if (entry.run is None) == own] for own in (True, False))
-    runs = [run for entry in theirs if (run := _run(entry, result(results, entry)))]
-    rates = without_own(runs)
     return environment.get_template("plans.md.jinja").render(
         each=_each,
         latency=LATENCY,
         dcn_latency=DCN_LATENCY,
-        calibration=[_compared(entry, result(results, entry), rates) for entry in theirs],
-        rates=fit(runs) if len(runs) > 1 else None,
+        published=[_compared(entry, result(results, entry)) for entry in theirs],
         pods=[_planned(entry, result(results, entry)) for entry in ours],
         commands=[entry.command for entry in ours],
     )
@@ -182,38 +161,17 @@ def _each(name: str) -> str:
     return ", ".join(f"{getattr(chip.network, name):g} ({generation})" for generation, chip in KNOWN.items())
 
 
-def _run(entry: Planned, found: dict[str, Any] | None) -> Timed | None:
-    """A published run as input of the fit; None if its plan does not separate products from the rest."""
-    if found is None or "products" not in found:
-        return None
-    memory = found["compute"] - found["products"]
-    rest = (found["kernels"], found["exposed"], entry.run.step_seconds)
-    return Timed(entry.pod.generation, found["products"], memory, *rest)
-
-
-def _compared(entry: Planned, found: dict[str, Any] | None, rates: dict[str, Rates]) -> str:
+def _compared(entry: Planned, found: dict[str, Any] | None) -> str:
     published = (f"{entry.run.teraflops:.0f}", entry.run.count, f"{entry.run.comparable:.0f}")
     cells = [entry.name, entry.pod.name]
     if found is None or "problem" in found:
         why = "not planned yet" if found is None else found["problem"]
-        return _row(*cells, "", *published, why, *[""] * 5, entry.run.guessed)
+        return _row(*cells, "", *published, why, *[""] * 3, entry.run.guessed)
     predicted = found["teraflops"]
     done = predicted * (1 + {"full": 1.0, "attention": 1 - found["attention"]}.get(found["remat"], 0.0) / 3)
-    shown = (f"{predicted:.0f}", _error(predicted, entry), *_calibrated(entry, found, rates), f"{done:.0f}")
+    error = f"{predicted / entry.run.comparable - 1:+.0%}"
+    shown = (f"{predicted:.0f}", error, f"{done:.0f}")
     return _row(*cells, f"{found['mesh']}, {found['remat']}", *published, *shown, _share(found), entry.run.guessed)
-
-
-def _error(predicted: float, entry: Planned) -> str:
-    return f"{predicted / entry.run.comparable - 1:+.0%}"
-
-
-def _calibrated(entry: Planned, found: dict[str, Any], rates: dict[str, Rates]) -> tuple[str, str]:
-    """The prediction with the rates of the other chips, and its error; empty if there are no rates."""
-    run, known = _run(entry, found), rates.get(entry.pod.generation)
-    if run is None or known is None:
-        return "", ""
-    predicted = found["teraflops"] * found["seconds"] / known.seconds(run)
-    return f"{predicted:.0f}", _error(predicted, entry)
 
 
 def _planned(entry: Planned, found: dict[str, Any] | None) -> str:

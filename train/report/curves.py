@@ -24,8 +24,7 @@ from train.report.numbers import (
 _LARGEST_NLL = 700.0  # exp of more exceeds float64
 _TICKS = 10  # of the axis of positions
 _ROOM = 1.5  # range in nats of the figure of training
-# Standard deviations from which a band would hide the single seeds: relative to the mean, and of accuracy.
-_APART, _APART_RIGHT = 0.25, 0.1
+_APART = 0.1  # standard deviation of accuracy from which a band would hide the single seeds
 
 
 def draw_positions(rows: Sequence[Row]) -> bytes:
@@ -38,7 +37,7 @@ def draw_positions(rows: Sequence[Row]) -> bytes:
     longest = max(positions(rows, label)[0][-1] for label in points)
     ticks, own = _powers(longest), train_length(rows)
     limits = style.limits([point.mean for each in points.values() for point in each.values()])
-    figure, drawn = _grid(rows, _by_position, _is_wide, low=1.0)
+    figure, drawn = _grid(rows, _by_position, low=1.0)
     for panel in drawn:
         style.length_axis(panel, ticks, own)
         style.value_axis(panel, *limits)
@@ -54,7 +53,7 @@ def draw_training(rows: Sequence[Row]) -> bytes:
     points = trainings(rows)
     losses = [point.mean for each in points.values() for point in each.values()]
     rows = [row for row in held_out(rows) if row["label"] in points]
-    figure, drawn = _grid(rows, lambda mine, label: trainings(mine).get(label, {}), _is_wide)
+    figure, drawn = _grid(rows, lambda mine, label: trainings(mine).get(label, {}))
     for panel in drawn:
         panel.grid(True, color="#dddddd", linewidth=0.7)
         panel.set_axisbelow(True)
@@ -64,21 +63,14 @@ def draw_training(rows: Sequence[Row]) -> bytes:
     return style.png(figure)
 
 
-def _is_wide(point: Estimate) -> bool:
-    return (point.spread or 0.0) > _APART * point.mean
-
-
 def _grid(
-    rows: Sequence[Row],
-    curve: Callable[[Sequence[Row], str], panels.Points],
-    differ: Callable[[Estimate], bool],
-    low: float = -math.inf,
+    rows: Sequence[Row], curve: Callable[[Sequence[Row], str], panels.Points], low: float = -math.inf
 ) -> tuple[Any, list[Any]]:
     """A panel for each group of schemes."""
     found = groups(rows)
     figure, drawn = panels.new(len(found))
     for panel, group in zip(drawn, found, strict=True):
-        panels.draw(panel, rows, group, curve, differ, low)
+        panels.draw(panel, rows, group, curve, low)
         panel.set_title(group.title, fontsize=11, loc="left")
     return figure, drawn
 
@@ -110,7 +102,7 @@ def draw_tasks(rows: Sequence[Row]) -> bytes:
     every = [row for mine in found.values() for row in mine]
     ticks, own = lengths(every), train_length(every)
     for panel, (name, mine, group) in zip(drawn, shown, strict=True):
-        panels.draw(panel, mine, group, accuracies, lambda point: (point.spread or 0.0) > _APART_RIGHT)
+        panels.draw(panel, mine, group, accuracies, differ=lambda point: (point.spread or 0.0) > _APART)
         style.length_axis(panel, ticks, own)
         if mine[0]["chance"]:
             panel.axhline(mine[0]["chance"], color="#888888", linestyle=":", linewidth=1.0, label="_guess")

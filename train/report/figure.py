@@ -9,7 +9,6 @@ from train.report.cells import number
 from train.report.groups import groups
 from train.report.numbers import (
     FEW,
-    Estimate,
     Row,
     curve,
     endings,
@@ -27,7 +26,6 @@ _TITLES = {
     "last": "last {length} tokens only, context growing",
     "sliding": "sliding window",
 }
-_APART = 0.25  # standard deviation over mean from which a band would hide the single seeds
 
 
 def draw(rows: Sequence[Row], title: str, text: str) -> bytes:
@@ -39,7 +37,7 @@ def draw(rows: Sequence[Row], title: str, text: str) -> bytes:
     above, below = textwrap.wrap(text, 165), _below(rows)
     figure, drawn = panels.new(len(shown), len(found), above=0.55 + 0.19 * len(above) + 0.16 * len(below))
     for panel, (group, measure) in zip(drawn, shown, strict=True):
-        panels.draw(panel, rows, group, partial(curve, measure=measure), _is_wide, low=1.0)
+        panels.draw(panel, rows, group, partial(curve, measure=measure), low=1.0)
         style.length_axis(panel, ticks, own)
         style.value_axis(panel, *limits)
         name = _TITLES[measure].format(length=last_length(rows))
@@ -47,10 +45,6 @@ def draw(rows: Sequence[Row], title: str, text: str) -> bytes:
     axis = panels.of_lengths("evaluation length in tokens", ticks, own)
     panels.around(figure, drawn, axis, "perplexity per token", top=title, above=above, below=below)
     return style.png(figure)
-
-
-def _is_wide(point: Estimate) -> bool:
-    return (point.spread or 0.0) > _APART * point.mean
 
 
 def shown_measures(rows: Sequence[Row]) -> list[str]:

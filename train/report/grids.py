@@ -31,7 +31,6 @@ def draw(rows: Sequence[Row]) -> bytes:
         panel.set_title(f"{spoken(name)}\n{label}", fontsize=9)
     for panel in panels[len(maps) :]:
         panel.set_axis_off()
-    style.lay_out(figure)
     return style.png(figure)
 
 

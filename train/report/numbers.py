@@ -95,9 +95,17 @@ def endings(rows: Sequence[Row]) -> int:
     return max(row.get("last_tokens") or 0 for row in rows) // last_length(rows)
 
 
+def grouped(rows: Sequence[Row], *columns: str) -> dict[tuple, list[Row]]:
+    """The rows by their values in these columns, in the order of the rows; a column that a row lacks counts as None."""
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(column) for column in columns), []).append(row)
+    return found
+
+
 def each_seed(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows, grouped by seed."""
-    return [[row for row in rows if row["seed"] == seed] for seed in dict.fromkeys(row["seed"] for row in rows)]
+    return list(grouped(rows, "seed").values())
 
 
 def labels(rows: Sequence[Row]) -> list[str]:
@@ -155,20 +163,15 @@ def accuracies(rows: Sequence[Row], label: str) -> dict[int, Estimate]:
 
 def _over_depths(rows: Sequence[Row]) -> list[float | None]:
     """The mean of the rows of every seed; None if one has no number."""
-    by_seed: dict[int, list[float | None]] = {}
-    for row in rows:
-        by_seed.setdefault(row["seed"], []).append(row["accuracy"])
-    return [None if None in values else statistics.fmean(values) for values in by_seed.values()]
+    by_seed = [[row["accuracy"] for row in mine] for mine in each_seed(rows)]
+    return [None if None in values else statistics.fmean(values) for values in by_seed]
 
 
 def is_above_chance(rows: Sequence[Row]) -> bool:
     """Whether some scheme at some length has clearly more right answers on a task than guessing: by a twentieth of all,
     and by three standard errors for that number of cases.
     """
-    points: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        if row["accuracy"] is not None:
-            points.setdefault((row["label"], row["length"]), []).append(row)
+    points = grouped([row for row in rows if row["accuracy"] is not None], "label", "length")
     return any(map(_beats_guess, points.values()))
 
 
@@ -186,22 +189,18 @@ def depths(rows: Sequence[Row]) -> list[float]:
 
 def at_depth(rows: Sequence[Row], label: str) -> dict[tuple[float, int], float]:
     """Accuracy on one task at each (depth, length) for one scheme, the mean over seeds; missing ones are left out."""
-    cells: dict[tuple[float, int], list[float | None]] = {}
-    for row in rows:
-        if row["label"] == label:
-            cells.setdefault((row["depth"], row["length"]), []).append(row["accuracy"])
-    found = {cell: estimate(values) for cell, values in cells.items()}
+    cells = grouped([row for row in rows if row["label"] == label], "depth", "length")
+    found = {cell: estimate(row["accuracy"] for row in mine) for cell, mine in cells.items()}
     return {cell: value.mean for cell, value in found.items() if value is not None}
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """One line for each scheme, or scheme and task, that lacks a number at some length, with the first reason."""
-    failed: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["error"]:
-            what = row["label"] + (f", {row['task']}" if "task" in row else "")
-            failed.setdefault(what, []).append(row)
-    return [f"{what} at {_joined(r['length'] for r in mine)}: {mine[0]['error']}" for what, mine in failed.items()]
+    failed = grouped([row for row in rows if row["error"]], "label", "task")
+    return [
+        f"{', '.join(filter(None, names))} at {_joined(row['length'] for row in mine)}: {mine[0]['error']}"
+        for names, mine in failed.items()
+    ]
 
 
 def _joined(lengths: Iterable[int]) -> str:

@@ -24,7 +24,7 @@ from train.report.numbers import (
     tasks,
     trainings,
 )
-from train.report.tables import Table, details, tables
+from train.report.tables import Table, tables
 from train.report.trials import tables_of_trials
 
 INDEX, FIGURE = "index.html", "figure.png"
@@ -152,7 +152,6 @@ def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trial
         findings=findings(rows),
         notes=[*reached.note(rows), *notes(rows)],
         remark=spread,
-        details=details(rows),
     )
 
 
@@ -164,7 +163,6 @@ def page(
     findings: Sequence[str] = (),
     notes: Sequence[str] = (),
     remark: str = "",
-    details: Sequence[Table] = (),
 ) -> str:
     """The page of these parts, from the template in this folder.
 
@@ -173,7 +171,6 @@ def page(
         pictures, tables: in this order.
         findings: sentences above the figures.
         notes: which numbers are missing, and why.
-        details: tables that are collapsed at first.
     """
     versions = Table("", ("part", "version"), tuple((name, str(value)) for name, value in about.versions.items()))
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -184,6 +181,5 @@ def page(
         findings=findings,
         notes=notes,
         remark=remark,
-        details=details,
         versions=versions,
     )

@@ -41,13 +41,9 @@ def _by_seed(rows: Sequence[Row], label: str, length: int) -> dict[int, float | 
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """``mean ± t s / sqrt(n)``, with s the sample standard deviation and t the 97.5 % point of Student's t of n - 1
-    degrees of freedom.
-
-    Raises ValueError for fewer than two values.
+    """``mean ± t s / sqrt(n)`` of at least two values, with s the sample standard deviation and t the 97.5 % point of
+    Student's t of n - 1 degrees of freedom.
     """
-    if len(values) < 2:
-        raise ValueError(f"values: found {len(values)}; the noise of a mean takes at least 2")
     from scipy.stats import t  # a slow import that only comparisons of several seeds need
 
     mean = statistics.fmean(values)

@@ -11,6 +11,7 @@ from train.report.numbers import Estimate, Row, each_seed
 Points = Mapping[float, Estimate]
 
 COLUMNS = 2  # side by side
+_APART = 0.25  # standard deviation over mean from which a band would hide the single seeds
 
 
 def new(count: int, columns: int = COLUMNS, *, above: float = 0.0) -> tuple[Any, list[Any]]:
@@ -29,20 +30,24 @@ def new(count: int, columns: int = COLUMNS, *, above: float = 0.0) -> tuple[Any,
     return figure, found[:count]
 
 
+def _is_wide(point: Estimate) -> bool:
+    return (point.spread or 0.0) > _APART * point.mean
+
+
 def draw(
     panel: Any,
     rows: Sequence[Row],
     group: Group,
     curve: Callable[[Sequence[Row], str], Points],
-    differ: Callable[[Estimate], bool],
     low: float = -math.inf,
+    differ: Callable[[Estimate], bool] = _is_wide,
 ) -> None:
     """The lines of a group, with their names.
 
     Args:
         curve: the points of one scheme, from rows of one seed or of all.
-        differ: whether seeds differ so much at a point that a band would hide them; then each seed is a thin line.
         low: the lower limit of bands.
+        differ: whether seeds differ so much at a point that a band would hide them; then each seed is a thin line.
     """
     for label, look in style.lines(rows, group.labels, group.reference).items():
         mine = [row for row in rows if row["label"] == label]

@@ -55,18 +55,11 @@ def lines(rows: Sequence[Row], labels: Sequence[str] = (), reference: str | None
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of this size in inches, 150 pixels each, that needs no screen."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """An empty figure of this size in inches, 150 pixels each, with room for everything and a margin."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(width, height), dpi=150)
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def lay_out(figure: Any) -> None:
-    """Makes room for everything, with a margin."""
-    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
+    return Figure(figsize=(width, height), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
 
 
 def png(figure: Any) -> bytes:

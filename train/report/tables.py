@@ -59,17 +59,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     ]
 
 
-def details(rows: Sequence[Row]) -> list[Table]:
-    """Tables that say little about a method: the speed of its evaluation."""
-    perplexities = held_out(rows)
-    columns = {
-        f"at {n}": {label: _measured(perplexities, label, "tokens_per_second", n) for label in labels(perplexities)}
-        for n in sorted({lengths(perplexities)[0], lengths(perplexities)[-1]})
-    }
-    title = "Speed of evaluation in tokens/s, which depends on other load on the machine"
-    return [_by_scheme(title, columns, thousands)] if any(map(any, map(dict.values, columns.values()))) else []
-
-
 def _differences(rows: Sequence[Row]) -> list[Table]:
     """The difference of every scheme from the first one, by the same seeds."""
     first, seeds = baseline(rows), len({row["seed"] for row in rows})
@@ -156,12 +145,6 @@ def _mark(value: Estimate | None, best: Estimate | None) -> str:
     return "≈ " if abs(value.mean - best.mean) <= math.hypot(value.spread, best.spread) else ""
 
 
-def _by_scheme(title: str, columns: dict[str, dict[str, Estimate | None]], written: Callable[[float], str]) -> Table:
-    names = next(iter(columns.values()))
-    body = tuple((name, *(shown(column[name], written) for column in columns.values())) for name in names)
-    return Table(title, ("scheme", *columns), body)
-
-
 def _times(rows: Sequence[Row]) -> list[Table]:
     """What the wall-clock time of training was spent on, if it is known."""
     seconds = {label: [row.get("train_seconds") for row in rows if row["label"] == label] for label in labels(rows)}
@@ -190,18 +173,13 @@ def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> Non
 def show_table(table: Table, console: Any) -> None:
     """Prints a table on a `rich.console.Console`."""
     import rich.box
+    import rich.markup
     import rich.table
 
     drawn = rich.table.Table(box=rich.box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
     for index, name in enumerate(table.header):
         drawn.add_column(name, justify="right" if index else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*map(_escaped, row))
+        drawn.add_row(*map(rich.markup.escape, row))
     console.print(table.title, style="bold", markup=False, highlight=False)
     console.print(drawn)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

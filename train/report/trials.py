@@ -7,8 +7,10 @@ Rows of trials have the columns of perplexity, and
 
 from collections.abc import Sequence
 
-from train.report.numbers import Row, labels, lengths
+from train.report.numbers import Row, grouped, labels, lengths
 from train.report.tables import Table, number
+
+_CHOICE = "learning_rate", "position_factor"
 
 
 def tables_of_trials(trials: Sequence[Row]) -> list[Table]:
@@ -22,7 +24,7 @@ def chosen_rates(trials: Sequence[Row]) -> list[Table]:
         return []
     body = []
     for label in labels(trials):
-        mine = _by_choice([row for row in trials if row["label"] == label])
+        mine = grouped([row for row in trials if row["label"] == label], *_CHOICE)
         losses = sorted(_loss(rows) for rows in mine.values())
         (rate, factor), _ = next((choice, rows) for choice, rows in mine.items() if rows[0]["chosen"])
         second = f"{losses[1] - losses[0]:.4f}" if len(losses) > 1 else "-"
@@ -36,7 +38,7 @@ def _every_trial(trials: Sequence[Row]) -> Table:
     measured = lengths([row for row in trials if "length" in row])
     body = []
     for label in labels(trials):
-        mine = _by_choice([row for row in trials if row["label"] == label])
+        mine = grouped([row for row in trials if row["label"] == label], *_CHOICE)
         for (rate, factor), rows in sorted(mine.items()):
             found = {row.get("length"): row.get("window_perplexity") for row in rows}
             shown = (number(found[n]) if found.get(n) else "-" for n in measured)
@@ -44,13 +46,6 @@ def _every_trial(trials: Sequence[Row]) -> Table:
             body.append((label, f"{rate:.3g}", f"{factor:.3g}", *shown, mark))
     header = ("scheme", "learning rate", "factor for positions", *map(str, measured), "")
     return Table("Every trial: perplexity over whole windows of the text of the trials", header, tuple(body))
-
-
-def _by_choice(rows: Sequence[Row]) -> dict[tuple[float, float], list[Row]]:
-    found: dict[tuple[float, float], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["learning_rate"], row["position_factor"]), []).append(row)
-    return found
 
 
 def _loss(rows: Sequence[Row]) -> float:

@@ -80,7 +80,9 @@ def test_schedules_in_a_folder_are_found(tmp_path):
     [
         ({"memory": None}, "memory: expected the bytes of argument_size_in_bytes, "),
         ({"memory": {**SIZES, "temp_size_in_bytes": "much"}}, "memory: expected the bytes of argument_size_in_bytes, "),
-        ({"axes": [4]}, 'axes: expected sizes by name, as in {"fsdp": 256}, found [4]'),
+        ({"axes": [4]}, "step.axes: expected a section of keys, found [4]"),
+        ({"axes": {"fsdp": 0}}, """axes: expected sizes by name, as in {"fsdp": 256}, found {'fsdp': 0}"""),
+        ({"places": [["x"] * 4] * 4}, "step.places[0][0]: expected a whole number, found 'x'"),
         ({"places": PLACES[:3]}, "places: expected [x, y, z, core] of each of the 4 devices"),
         ({"places": [[0, 0]] * 4}, "places: expected [x, y, z, core] of each of the 4 devices"),
         (
@@ -88,6 +90,7 @@ def test_schedules_in_a_folder_are_found(tmp_path):
             "expected those of the 4 devices of v6e:2x2, found 2; --topology",
         ),
         ({"tokens": -1}, "tokens: expected those of a step over all devices, found -1"),
+        ({"token": 8192}, "step: unknown key 'token'; did you mean 'tokens'"),
     ],
 )
 def test_a_folder_that_is_wrong_is_one_line(changes, reason, config, tmp_path, capsys):
@@ -105,7 +108,7 @@ def test_a_folder_without_a_step_is_one_line(config, tmp_path, capsys):
     place = folder(tmp_path / "theirs")
     (place / kept.STEP).write_text("{")
     assert main(["plan", str(config), "--topology", "v6e:2x2", "--against", str(place)]) == WRONG_INPUT
-    assert "step.json: expected JSON: " in capsys.readouterr().err
+    assert "step.json: Expecting property name enclosed in double quotes: line 1 column 2" in capsys.readouterr().err
     folder(tmp_path / "empty")
     (tmp_path / "empty" / kept.PROGRAM).write_text("nothing")
     assert main(["plan", str(config), "--topology", "v6e:2x2", "--against", str(tmp_path / "empty")]) == WRONG_INPUT

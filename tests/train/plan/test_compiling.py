@@ -54,7 +54,7 @@ def test_a_plan_tells_its_flags(flags, told):
 
 def test_a_flag_that_the_compiler_does_not_know_is_named(monkeypatch):
     died = subprocess.CompletedProcess([], 1, stdout="", stderr="\nERROR: Unknown command line flag 'xla_no'\n")
-    monkeypatch.setattr(compiling.subprocess, "run", lambda *_, **__: died)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: died)
     with pytest.raises(
         ValueError, match=r"^--flags: this libtpu knows no flag --xla_no, found among --xla_no=1; take it out"
     ):

@@ -33,7 +33,7 @@ def names(panel):
 
 def check(made):
     """No name meets another one of its panel, nor lies outside the figure."""
-    made.canvas.draw()
+    made.draw_without_rendering()
     whole = made.bbox
     for panel in made.axes:
         boxes = {name.get_text(): Text.get_window_extent(name) for name in names(panel)}

@@ -55,8 +55,3 @@ def test_one_pair_or_a_seed_without_a_number_gives_none(values):
     assert difference(rows, "alibi", "rope", 32) is None
     assert difference(rows, "rope", "alibi", 32) is None
     assert difference(rows, "alibi", "rope", 64) is None
-
-
-def test_one_value_has_no_interval():
-    with pytest.raises(ValueError, match="values: found 1; the noise of a mean takes at least 2"):
-        interval([1.0])

@@ -3,7 +3,6 @@
 from report_rows import text
 
 from train import report
-from train.report.tables import details
 
 
 def table(rows, start):
@@ -77,10 +76,3 @@ def test_single_runs_are_said_to_be_single_and_never_alike():
 
 def test_trainings_that_ran_together_have_no_costs():
     assert table(costly("rope", (None, None), 2**30) + costly("alibi", (None, None), 2**30), "Cost") is None
-
-
-def test_the_speed_of_evaluation_is_a_detail():
-    rows = text("rope", (5.0, 6.0))
-    assert [found.header for found in details(rows)] == [("scheme", "at 32", "at 64")]
-    assert not any("50,000" in cell for found in report.tables(rows) for row in found.rows for cell in row)
-    assert details(text("rope", (5.0,), tokens_per_second=None)) == []

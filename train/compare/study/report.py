@@ -262,7 +262,6 @@ def draw(config: Config, rows: Sequence[Row]) -> bytes:
     for (first, *_), label in zip(panels, (f"of the last {_scored(rows):,} tokens", "by position"), strict=True):
         first.set_ylabel(f"nats per token, {label}")
     figure.suptitle(_about(config, rows).title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-    style.lay_out(figure)
     return style.png(figure)
 
 

@@ -1,4 +1,5 @@
-"""Compiles one function for one TPU in a process of its own, and reads the schedules of its kernels.
+"""Runs the TPU compiler in a process of its own; compiles one function for one TPU, and reads the schedules of its
+kernels.
 
 libtpu reads its flags once, when it is loaded, so the compiling process is started with them.
 """
@@ -16,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from train.runtime.chips import chip as find_chip
+from train.runtime.flags import VARIABLE
 from train.runtime.lines import in_a_line
 from train.runtime.paths import python_path
 from train.workshop.schedule.kernels import Kernel, read_kernels
@@ -51,6 +53,45 @@ def check_compiler() -> None:
     """Raises unless the TPU compiler is installed."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("the TPU compiler is not installed, and schedules come from it: pip install libtpu")
+
+
+def run_compiler(module: str, arguments: Sequence[str], flags: str, timeout: int) -> dict[str, Any]:
+    """The reply of a module that runs in a process of its own, with these flags for libtpu, and ends with `answer`.
+
+    A ValueError there is a ValueError here. Any other error, a crash or too much time is a `DoesNotCompile`.
+    """
+    environment = {
+        **os.environ,
+        VARIABLE: flags,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no process holds a TPU, so no lock is needed
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a cached program would leave no dump
+        "PYTHONPATH": python_path(),
+    }
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise DoesNotCompile(f"the compiler took longer than {timeout} s") from None
+    lines = done.stdout.splitlines()
+    died = {"problem": f"the compiler died with exit status {done.returncode}", "is_mistake": False}
+    reply = json.loads(lines[-1]) if lines and not done.returncode else died
+    if "problem" in reply:
+        error = (ValueError if reply["is_mistake"] else DoesNotCompile)(reply["problem"])
+        error.details = done.stderr
+        raise error
+    return reply
+
+
+def answer(work: Callable[[], dict[str, Any]], words: Callable[[Exception], str]) -> None:
+    """Prints the reply for `run_compiler`: what `work` returns, or the words for its error."""
+    try:
+        reply = work()
+    except Exception as error:
+        traceback.print_exc()
+        reply = {"problem": words(error), "is_mistake": isinstance(error, ValueError)}
+    print(json.dumps(reply))
 
 
 def compile_for(
@@ -94,27 +135,8 @@ def streamed_bytes(program: str) -> int:
 def _run(chip: str, factory: str, arguments: Mapping[str, Any] | None, flags: str, timeout: int) -> dict[str, Any]:
     order = {"factory": factory, "arguments": dict(arguments or {}), "topology": find_chip(chip).topology}
     check_compiler()
-    environment = {
-        **os.environ,
-        "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip(),
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no process holds a TPU, so no lock is needed
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a cached program would leave no dump
-        "PYTHONPATH": python_path(),
-    }
-    command = [sys.executable, "-m", "train.workshop.schedule.compiling", json.dumps(order)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        raise DoesNotCompile(f"longer than {timeout} s") from None
-    lines = done.stdout.splitlines()
-    reply = json.loads(lines[-1]) if lines and not done.returncode else {"problem": f"exit status {done.returncode}"}
-    if "problem" in reply:
-        error = DoesNotCompile(reply["problem"])
-        error.details = done.stderr
-        raise error
-    return reply
+    every = f"{os.environ.get(VARIABLE, '')} {flags}".strip()
+    return run_compiler("train.workshop.schedule.compiling", [json.dumps(order)], every, timeout)
 
 
 def _child(order: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +159,8 @@ def _child(order: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _main(order: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return _child(order)
-    except Exception as error:
-        traceback.print_exc()
-        return {"problem": f"{type(error).__name__}: {in_a_line(error, 300)}"}
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {in_a_line(error, 300)}"
 
 
 def _load(factory: str) -> Any:
@@ -158,4 +176,4 @@ def _load(factory: str) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_main(json.loads(sys.argv[1]))))
+    answer(lambda: _child(json.loads(sys.argv[1])), _words)

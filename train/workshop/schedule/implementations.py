@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
 
 from train.runtime.chips import CHIPS, Product
 from train.workshop.schedule import own
@@ -26,11 +25,6 @@ def make(name: str, shape: Mapping[str, int], blocks: Blocks, chip: str) -> tupl
     return SCHEDULED[name].program(KernelShape(**shape), blocks, chip).make()
 
 
-def order(name: str, shape: KernelShape, blocks: Blocks, chip: str) -> dict[str, Any]:
-    """The arguments of `make`, as they are sent to the compiling process."""
-    return {"name": name, "shape": asdict(shape), "blocks": dict(blocks), "chip": chip}
-
-
 def missing(name: str) -> str | None:
     """Why an implementation cannot be compiled here, or None."""
     package = SCHEDULED[name].needs
@@ -39,7 +33,7 @@ def missing(name: str) -> str | None:
 
 def schedule_of(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeout: int) -> tuple[tuple[Cost, ...], int]:
     """Compiles one program: the cost of each of its kernels, and its HBM in addition to arguments and results."""
-    arguments = order(name, shape, blocks, chip)
+    arguments = {"name": name, "shape": asdict(shape), "blocks": dict(blocks), "chip": chip}
     compiled = compile_for(chip, "train.workshop.schedule.implementations:make", arguments, timeout=timeout)
     launches = SCHEDULED[name].program(shape, blocks, chip).launches
     kernels = [(find_kernel(compiled.kernels, launch.kernel), launch) for launch in launches]
