@@ -8,9 +8,6 @@ from typing import Any, Literal
 
 from train.config.settings.checks import check, check_positive
 
-_GATED = ("swiglu", "swiglu-clamped", "geglu", "geglu-exact", "reglu")
-_ACTIVATIONS = (*_GATED, "gelu", "gelu-exact", "silu", "relu")
-
 
 @dataclass(frozen=True)
 class NormConfig:
