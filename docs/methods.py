@@ -101,6 +101,20 @@ LEADS = {
     "coca-relative": "The score of CoCA's released code (slack) without the part that depends on absolute positions.",
 }
 """First paragraphs of pages whose specs have none of their own."""
+SOURCES = {
+    "methods/chunked": "Llama 4",
+    "methods/learned-sinks": "gpt-oss",
+    "methods/drope": "Sakana AI, DroPE",
+    "methods/qwen3": "Qwen 3",
+    "methods/gemma3": "Gemma 3",
+    "methods/llama4": "Llama 4",
+    "methods/smollm3": "SmolLM3",
+    "methods/gpt-oss": "gpt-oss",
+    "methods/scale-llama4": "Llama 4",
+    "methods/scale-ministral": "Ministral 3",
+    "methods/scale-constant": "T5; Gemma 4",
+}
+"""The sources of methods that come from a released model and cite no article."""
 _SLOT_ORDER = ("embedding", "linear", "remap", "sinks", "bias", "scale", "norm", "mask", "features", "positions")
 
 

@@ -12,6 +12,7 @@ from docstrings import inline, parameters, parse, sources
 from methods import (
     LEADS,
     REACH,
+    SOURCES,
     TRAINED,
     Method,
     composes,
@@ -102,11 +103,10 @@ def lead(method: Method) -> str:
 
 
 def source(method: Method) -> str:
-    """Where a method comes from: what its docstrings cite, or else the model that they name."""
+    """Where a method comes from: what its docstrings cite, or else a released model."""
     texts = [*filter(None, [LEADS.get(method.name)]), *(parse(thing).raw for thing in documents(method))]
     cited = sources("\n\n".join(text.split("\n\n")[0] for text in texts)) or sources("\n\n".join(texts))
-    named = re.search(r"\(([^()`]*)\)\.|^([\w -]+?)(?: \([^()]*\))?:|\b([A-Z]\w+ ?\d\w*)", "\n\n".join(texts))
-    return "; ".join(cited) or inline(next(filter(None, named.groups())) if named else "posjax")
+    return "; ".join(cited) or SOURCES.get(method.path, "posjax")
 
 
 def facts(method: Method) -> str:

@@ -58,6 +58,12 @@ def test_a_page_shows_its_figure_and_every_section(path):
     assert [title for title in re.findall(r"^## (.*)$", text, re.M) if title != "Layers"] == wanted
 
 
+def mean_perplexity(label, length):
+    rows = [json.loads(line) for line in (ROOT / "docs" / "tuned.jsonl").read_text().splitlines()]
+    seeds = [row for row in rows if (row["label"], row["length"], row.get("trial")) == (label, length, None)]
+    return sum(math.exp(row["window_nll"]) for row in seeds) / len(seeds)
+
+
 @pytest.mark.parametrize(
     ("path", "label", "trains", "rate"),
     [
@@ -68,20 +74,20 @@ def test_a_page_shows_its_figure_and_every_section(path):
     ],
 )
 def test_a_page_shows_what_was_measured_beside_plain_rope(path, label, trains, rate):
-    rows = [json.loads(line) for line in (ROOT / "docs" / "tuned.jsonl").read_text().splitlines()]
     for name, how, at in ((label, trains, rate), ("rope", "from the start", "12e-3")):
-        seeds = [row for row in rows if row["label"] == name and not row.get("trial") and row["length"] == 2048]
-        perplexity = sum(math.exp(row["window_nll"]) for row in seeds) / len(seeds)
         (line,) = (line for line in pages.measurements(PAGES[path]).splitlines() if line.startswith(f"| {name} |"))
         assert line.startswith(f"| {name} | {how} | {at} | ")
-        assert line.endswith(f" | {perplexity:.2f} |")
+        assert line.endswith(f" | {mean_perplexity(name, 2048):.2f} |")
     assert pages.measurements(PAGES["methods/gemma3"]) == ""
 
 
 def test_the_table_has_every_method_once_with_training_cache_and_kernel():
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in pages.overview().splitlines()[6:]]
     assert len({row[0] for row in rows}) == len(rows) == len(PAGES)
-    found = {path: next(row for row in rows if f"(../{path}.md)" in row[0])[4:7] for path in PAGES}
+    of = {path: next(row for row in rows if f"(../{path}.md)" in row[0]) for path in PAGES}
+    assert of["methods/t5"][7] == f"{mean_perplexity('t5', 128):.2f}, {mean_perplexity('t5', 2048):.2f}"
+    assert (of["methods/scale-constant"][3], of["methods/gemma3"][7]) == ("T5; Gemma 4", "")
+    found = {path: row[4:7] for path, row in of.items()}
     assert found["methods/alibi"] == ["yes", "rotated", "kernel"]
     assert found["methods/fire"] == ["yes", "rotated", "blockwise"]
     assert found["methods/streaming"] == ["no", "raw, ring", "kernel"]

@@ -99,7 +99,8 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "positions": dict(sampling.RULES),
 }
-"""The specs of each slot, by the names that configurations use. A new method adds one line here."""
+"""The specs of each slot, by the names that configurations use. A new method adds a line here, and one
+in `posjax.scheme.presets` if `posjax.scheme` is to know its name."""
 
 _BASES: dict[str, type] = {
     "frequencies": rotary.FrequencyRule,

@@ -440,8 +440,8 @@ def refused(make, what, option, value):
 def test_every_spec_and_every_preset_has_bad_values():
     for slot_name, kinds in SLOTS.items():
         plain = WITHOUT_NUMBERS.get(slot_name, set())
-        assert set(BAD.get(slot_name, {})) | plain == set(kinds), slot_name
-    assert set(BAD_PRESETS) == set(NAMES)
+        assert set(BAD.get(slot_name, {})) | plain == set(kinds), f"BAD, or WITHOUT_NUMBERS if it has none: {slot_name}"
+    assert set(BAD_PRESETS) == set(NAMES), "BAD_PRESETS"
     for name, bad in BAD_PRESETS.items():
         assert set(bad) <= set(scheme_options(name)), name
         assert bool(bad) == bool(scheme_options(name)), name
@@ -460,7 +460,7 @@ def test_bad_hyper_parameters_of_a_spec_are_refused(slot_name, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_hyper_parameters_of_a_preset_are_refused(name):
-    for option, values in BAD_PRESETS[name].items():
+    for option, values in BAD_PRESETS.get(name, {}).items():
         for value in values:
             refused(lambda **bad: pj.scheme(name, **(OPTIONS.get(name, {}) | bad)), name, option, value)
     with pytest.raises(ValueError, match=f"unknown scheme '{name}' option 'sise'"):

@@ -392,13 +392,22 @@ def test_a_tokenizer_of_its_own_is_exported(values, tmp_path):
     fit(config)
     assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    tokenizer = load_tokenizer(config.data)
+    assert special_tokens(tmp_path / "out") == [tokenizer.bos, tokenizer.eos, tokenizer.padding]
 
 
-def test_a_run_with_bytes_is_exported_without_the_tokenizer_of_its_model(values, tmp_path):
+def special_tokens(folder):
+    values = json.loads((folder / "config.json").read_text())
+    return [values[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
+
+
+def test_a_run_with_bytes_is_exported_without_the_tokenizer_of_its_model(values, tmp_path, capsys):
     config = with_changes(values, name="bytes", data={"tokenizer": "bytes"})
     fit(config)
     assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
     assert sorted(place.name for place in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert special_tokens(tmp_path / "out") == [256, 257, 259]  # as docs/training.md says, of bytes
+    assert "read it with data.tokenizer=bytes" in capsys.readouterr().out
 
 
 def test_export_keeps_the_dtype_of_the_files(released, tmp_path):

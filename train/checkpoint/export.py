@@ -11,13 +11,14 @@ from flax import nnx
 from posjax.nn import from_pretrained, save_pretrained
 from posjax.nn.huggingface.family import length_value
 from posjax.nn.huggingface.files import open_place
-from posjax.nn.huggingface.load import is_released
+from posjax.nn.huggingface.load import CONFIG, is_released
 from posjax.nn.huggingface.save import COPIED, files_beside
 from posjax.scheme import uniform
 from train.checkpoint.kept import KEPT
 from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore
 from train.config import Config, SchemeConfig, own_tokenizer
 from train.config.settings.checks import check
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.model.build import evaluated_scheme, extension_of, own_length, scheme_of
 from train.model.extension import UNSCALED
 from train.runtime.paths import path
@@ -34,7 +35,7 @@ def export(
     """Writes the model of a run, or a released one, into a folder in the layout of Hugging Face.
 
     With ``scheme.extend`` the extended model is written, and its options are reported. The tokenizer's files are
-    copied.
+    copied; if it is not the released model's, its special tokens replace those in ``config.json``.
 
     Args:
         place: the run or the released model.
@@ -57,6 +58,9 @@ def export(
     save_pretrained(model, folder, like=like, family=config.init.values.get("model_type"), dtype=dtype)
     if config.data.tokenizer not in _tokenizers_of(place, config):
         _replace_tokenizer(config, folder, like)
+        _write_special_tokens(load_tokenizer(config.data), folder)
+    if config.data.tokenizer == "bytes":
+        told("no tokenizer was written: the model's tokens are bytes; read it with data.tokenizer=bytes")
     if entry.extend:
         reached = length_value(model.config)["max_position_embeddings"]
         told(f"extended by {json.dumps(options)}; max_position_embeddings is {reached}")
@@ -113,3 +117,12 @@ def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
     for name, place in names.items():
         if files.isfile(place):
             target.pipe_file(f"{root}/{name}", files.cat_file(place))
+
+
+def _write_special_tokens(tokenizer: Tokenizer, folder: str) -> None:
+    """Replaces the special tokens in ``config.json`` by those of a tokenizer; texts may begin without one."""
+    target, root = open_place(folder)
+    beginning = tokenizer.bos if tokenizer.opening else None
+    ids = {"bos_token_id": beginning, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.padding}
+    values = json.loads(target.cat_file(f"{root}/{CONFIG}")) | ids
+    target.pipe_file(f"{root}/{CONFIG}", json.dumps(values, indent=2).encode())

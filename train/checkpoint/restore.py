@@ -50,7 +50,10 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
     changed = differences(saved, config)
     if changed:
         raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
-    return with_kept_tokenizer(config, directory)
+    asked = config.scheme.label != saved.scheme.label
+    trained = config.name if saved.scheme.label == RELEASED else saved.scheme.label  # it is no longer as released
+    scheme = config.scheme if asked else _labelled(config.scheme, trained)
+    return with_kept_tokenizer(dataclasses.replace(config, scheme=scheme), directory)
 
 
 def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
@@ -60,13 +63,15 @@ def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
     check(_whole(config.init.path) == _whole(place), why)
     own = config.scheme.name == RELEASED and not config.scheme.options
     check(own, "scheme: nothing is trained here, so the model keeps its own scheme; put changes under scheme.extend")
-    return dataclasses.replace(config, scheme=_labelled(config.scheme))
+    asked = config.scheme.label != config.scheme.name
+    return config if asked else dataclasses.replace(config, scheme=_labelled(config.scheme, config.scheme.name))
 
 
-def _labelled(entry: SchemeConfig) -> SchemeConfig:
-    """The entry, labelled by the names of its extension, so that tables distinguish it from the model without one."""
+def _labelled(entry: SchemeConfig, trained: str) -> SchemeConfig:
+    """The entry, whose label tells it from the model without its stage and extension, which is labelled `trained`."""
     names = [change.get("name", slot) if isinstance(change, Mapping) else slot for slot, change in entry.extend.items()]
-    return dataclasses.replace(entry, label=" + ".join([entry.name, *names])) if entry.label == entry.name else entry
+    stage = f"{trained}, {entry.stage}" if entry.stage else trained
+    return dataclasses.replace(entry, label=" + ".join([stage, *names]))
 
 
 def _whole(place: str | Path) -> str:

@@ -32,8 +32,10 @@ class Trial:
 
     @property
     def loss(self) -> float:
-        """Nats per token at the shortest length, which is that of training; infinite if training diverged."""
-        first = min(self.rows, key=lambda row: row.get("length", 0))
+        """Nats per token at the training length, or the next that was measured; infinite if training diverged."""
+        texts = [row for row in self.rows if "task" not in row]
+        reached = [row for row in texts if row.get("length", 0) >= row.get("train_length", 0)]
+        first = min(reached, key=lambda row: row.get("length", 0), default=texts[-1])
         return math.inf if first["error"] else first["window_nll"]
 
 

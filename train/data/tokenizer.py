@@ -98,7 +98,8 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
         model = path.removesuffix(".json") + ".model"
         known = model != path and system.isfile(model)
         beside = f"; {posixpath.basename(model)} is in the same folder: set data.tokenizer to that" if known else ""
-        raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}{beside}")
+        others = beside or "; name a tokenizer.json or a SentencePiece model, or bytes if its 260 ids are the model's"
+        raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}{others}")
     if path.endswith(".gguf"):
         from posjax.nn.huggingface.gguf import GGUF  # imports flax, which other tokenizers do not need
 

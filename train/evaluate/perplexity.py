@@ -65,7 +65,7 @@ def measure(
     documents: Sequence[Tokens],
     *,
     lengths: Sequence[int],
-    train_length: int,
+    last_length: int,
     tokens: int,
     batch_tokens: int,
     stride: int = 0,
@@ -73,7 +73,7 @@ def measure(
     """Yields, for each of `lengths`, the `Perplexity` of every one of the parameters `models`, in nats per token.
 
     1. *Whole window*: non-overlapping windows of each length, from about `tokens` tokens of the documents.
-    2. *Last tokens*: `train_length` targets at the end of pieces that have full context at every length, in one
+    2. *Last tokens*: `last_length` targets at the end of pieces that have full context at every length, in one
        document; documents shorter than the longest length are left out. At most `tokens` tokens are computed.
     3. *Sliding window*, unless `stride` is 0: a window of each length moves on by `stride` tokens and scores those, so
     each scored token has a context of more than ``length - stride`` tokens. The targets are the same at every length:
@@ -81,37 +81,35 @@ def measure(
 
     All are sums of NLL over all scored tokens divided by their number, never means of windows. A window is within one
     document and starts at position 0. The model is compiled once for each length, for batches of about `batch_tokens`
-    tokens. If the model refuses a length beyond the training length with ValueError, the `Perplexity` has that error:
-    for example, a learned embedding has no row for it.
+    tokens. If the model refuses a length beyond `last_length` with ValueError, the `Perplexity` has that error: for
+    example, a learned embedding has no row for it.
 
-    Raises ValueError, before anything compiles, for a length below `train_length` or above every document's.
+    Raises ValueError, before anything compiles, for a length above every document's. No length may be below
+    `last_length`.
     """
-    check_lengths(documents, lengths, train_length)
+    check_lengths(documents, lengths)
     span = max(lengths)
     ends, chosen = full_pieces(documents, span, tokens), pieces(documents, span, tokens)
     slid = full_pieces(documents, span, tokens, stride) if stride else []
 
     def at(length: int) -> list[Perplexity]:
-        windows = {"window": whole_windows(chosen, length), "last": last_windows(ends, length, train_length)}
+        windows = {"window": whole_windows(chosen, length), "last": last_windows(ends, length, last_length)}
         if slid:
             windows["sliding"] = last_windows(slid, length, stride)
         try:
             found = _measure_length(predictor, models, windows, length, max(1, batch_tokens // length))
-            return [dataclasses.replace(each, last_length=train_length) for each in found]
+            return [dataclasses.replace(each, last_length=last_length) for each in found]
         except ValueError as error:
-            if length == train_length:
+            if length == last_length:
                 raise
             return [Perplexity(length, error=in_a_line(error))] * len(models)
 
     return map(at, lengths)
 
 
-def check_lengths(documents: Sequence[Sized], lengths: Sequence[int], train_length: int) -> None:
-    """Raises ValueError for a length below the training length, or longer than the longest document allows."""
-    shortest, span = min(lengths), max(lengths)
-    if shortest < train_length:
-        raise ValueError(f"evaluate.lengths: {shortest} is below train.length, {train_length}; leave it out")
-    longest = max((len(document) for document in documents), default=0)
+def check_lengths(documents: Sequence[Sized], lengths: Sequence[int]) -> None:
+    """Raises ValueError for a length that the longest document does not reach."""
+    span, longest = max(lengths), max((len(document) for document in documents), default=0)
     if longest <= span:
         raise ValueError(
             f"evaluate.lengths: length {span} needs a held-out document of {span + 1} tokens, "

@@ -40,7 +40,8 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     released model.
 
     `overrides` may change keys that did not affect the training: ``evaluate.*``, and ``scheme.extend``, which evaluates
-    the trained parameters under an extended scheme. The rows are returned and replace those in ``evaluation.jsonl``.
+    the trained parameters under an extended scheme. The rows are returned. In ``evaluation.jsonl`` they replace
+    those of the same label; rows of other labels stay if they were measured on the same text, and the page shows all.
 
     Raises FileNotFoundError without a trained run, and ValueError for overrides that would need a new training, for
     models without a perplexity and for held-out documents that are too short.
@@ -57,9 +58,32 @@ def _tell(
     target: Path, config: Config, held_out: Sequence[np.ndarray], rows: list[report.Row], console: Console
 ) -> None:
     target.mkdir(parents=True, exist_ok=True)
+    rows = [*_comparable(target / EVALUATION, rows), *rows]
     write_rows(target / EVALUATION, rows)
     report.write(target, rows, about(config, held_out, read_versions(target)))
     report.show(rows, console)
+    console.print(f"figures: {target / 'index.html'} · numbers: {target / EVALUATION}")
+
+
+def _comparable(place: Path, rows: Sequence[report.Row]) -> list[report.Row]:
+    """The rows of earlier evaluations under other labels, if they were measured on the same text as `rows`."""
+    found: dict[str, list[report.Row]] = {}
+    for row in read_rows(place) if place.exists() else ():
+        found.setdefault(row["label"], []).append(row)
+    new = {row["label"] for row in rows}
+    return [row for label, own in found.items() if label not in new and _on_same_text(own, rows) for row in own]
+
+
+def _on_same_text(some: Sequence[report.Row], others: Sequence[report.Row]) -> bool:
+    """Whether two evaluations scored equally many tokens at each of the same lengths, unless a model refused it."""
+    one, other = _scored(some), _scored(others)
+    return one.keys() == other.keys() and all(one[n] == other[n] or None in (one[n], other[n]) for n in one)
+
+
+def _scored(rows: Sequence[report.Row]) -> dict[int, tuple[int, int] | None]:
+    """By length of text: the number of tokens scored in windows and at their ends; None where the model refused."""
+    texts = [row for row in rows if "task" not in row]
+    return {row["length"]: None if row["error"] else (row["window_tokens"], row["last_tokens"]) for row in texts}
 
 
 @dataclass(frozen=True)
@@ -169,12 +193,13 @@ def _training(place: str | Path) -> dict[str, list] | None:
     return {key: [line[key] for line in measured] for key in ("tokens", "held_out_loss")} if measured else None
 
 
-def shortest_stage(config: Config) -> int:
-    """The training length; for a curriculum that of its shortest rows; for a released model the shortest evaluated
-    length."""
+def last_length(config: Config) -> int:
+    """The number of last tokens: the training length, for a curriculum that of its shortest rows; or the shortest of
+    ``evaluate.lengths``, if that is less or nothing is trained."""
+    shortest = min(config.evaluate.lengths)
     if config.init.path and not config.steps:
-        return min(config.evaluate.lengths)
-    return min(stage.train.length for stage in config.every_stage)
+        return shortest
+    return min(shortest, *(stage.train.length for stage in config.every_stage))
 
 
 def held_out_tokens(config: Config, trials: bool = False) -> list[np.ndarray]:
@@ -196,7 +221,7 @@ def held_out_tokens(config: Config, trials: bool = False) -> list[np.ndarray]:
             "data.held_out",
         )
         held_out = held_out[int(trials) :: 2]
-    check_lengths(held_out, config.evaluate.lengths, shortest_stage(config))
+    check_lengths(held_out, config.evaluate.lengths)
     return held_out
 
 
@@ -219,7 +244,7 @@ def measure_held_out(
         models,
         held_out,
         lengths=config.evaluate.lengths,
-        train_length=shortest_stage(config),
+        last_length=last_length(config),
         tokens=config.evaluate.tokens,
         batch_tokens=config.evaluate.batch_tokens,
         stride=config.evaluate.stride,

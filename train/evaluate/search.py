@@ -24,7 +24,7 @@ from train.config import Config, EvaluateConfig
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, on, whole
 from train.evaluate.predictor import next_nll
-from train.evaluate.saved import held_out_tokens, shortest_stage
+from train.evaluate.saved import held_out_tokens, last_length
 from train.evaluate.windows import full_pieces, last_windows
 from train.model.build import own_length, scheme_of
 from train.runtime.distributed import decide
@@ -72,7 +72,7 @@ def search(
     config = config_of(directory, overrides)
     plain = is_run(directory) or not config.scheme.extend
     check(plain, "scheme.extend: a search starts from the model as it is; leave it out")
-    scored = min(shortest_stage(config), length)  # before `_at`, which changes it for a released model
+    scored = min(last_length(config), length)  # before `_at`, which changes it for a released model
     config = dataclasses.replace(config, evaluate=_at(config, length))
     mesh = mesh_for(config, rows=1)
     stage, model = restore(directory, config, mesh=mesh)

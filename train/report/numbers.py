@@ -75,7 +75,7 @@ def measures(rows: Sequence[Row]) -> list[str]:
 
 
 def last_length(rows: Sequence[Row]) -> int:
-    """The number of last tokens: the training length; for a curriculum that of its shortest rows."""
+    """The number of last tokens, as `train.evaluate.saved.last_length` chose it."""
     return next((row["last_length"] for row in rows if row.get("last_length")), rows[0]["train_length"])
 
 

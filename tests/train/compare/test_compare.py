@@ -186,13 +186,9 @@ def test_masked_token_models_have_no_perplexity(values, started):
     assert started == []
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [([4, 8], "4 is below train.length, 8"), ([8, 4096], "length 4096 needs a held-out document of 4097 tokens")],
-)
-def test_lengths_that_cannot_be_measured_are_refused_before_training(values, started, lengths, message):
-    values["evaluate"] = {"lengths": lengths}
-    with pytest.raises(ValueError, match=message):
+def test_lengths_that_cannot_be_measured_are_refused_before_training(values, started):
+    values["evaluate"] = {"lengths": [8, 4096]}
+    with pytest.raises(ValueError, match="length 4096 needs a held-out document of 4097 tokens"):
         compare(parse(values), silent())
     assert started == []
 

@@ -35,7 +35,7 @@ def by_position(parameters, tokens, length):
 
 
 def run(apply, documents, parameters=None, **changes):
-    options = {"lengths": (4, 8, 16), "train_length": 4, "tokens": 10_000, "batch_tokens": 32}
+    options = {"lengths": (4, 8, 16), "last_length": 4, "tokens": 10_000, "batch_tokens": 32}
     predictor = Predictor(apply, lambda parameters, hidden: hidden)
     return [found for (found,) in measure(predictor, [parameters], documents, **{**options, **changes})]
 
@@ -179,7 +179,7 @@ def test_logits_in_parts_are_the_same_numbers(documents, monkeypatch):
         seen.append(hidden.shape[:2])
         return hidden
 
-    given = {"lengths": (4, 8, 16), "train_length": 4, "tokens": 10_000, "batch_tokens": 32}
+    given = {"lengths": (4, 8, 16), "last_length": 4, "tokens": 10_000, "batch_tokens": 32}
     for (part,), found in zip(measure(Predictor(bigram, logits), [table], documents, **given), whole, strict=True):
         assert part.window_nll == pytest.approx(found.window_nll, rel=1e-6)
         assert part.position_nll == pytest.approx(found.position_nll, rel=1e-6)
@@ -221,11 +221,6 @@ def test_the_budget_is_kept_and_spread_over_the_documents():
 def test_a_document_shorter_than_the_longest_length_is_refused_when_there_is_no_other():
     with pytest.raises(ValueError, match=r"length 16 needs a held-out document of 17 tokens, the longest has 12"):
         run(uniform, [np.zeros(12, np.uint16)])
-
-
-def test_a_length_below_the_training_length_is_refused(documents):
-    with pytest.raises(ValueError, match=r"evaluate\.lengths: 2 is below train\.length, 4"):
-        run(uniform, documents, lengths=(2, 4))
 
 
 def test_a_refused_length_is_reported_and_the_others_are_measured(documents):

@@ -15,7 +15,7 @@ from train.checkpoint.directory import check_run
 from train.checkpoint.restore import config_of, restore_model
 from train.config import load
 from train.evaluate.mesh import mesh_for
-from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, read_rows, shortest_stage
+from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, last_length, read_rows
 from train.evaluate.windows import pieces, whole_windows
 from train.loop.fit import fit
 
@@ -77,7 +77,7 @@ def logits_of(model, tokens, length):
 def test_a_curriculum_is_measured_as_its_last_stage_from_the_length_of_its_first_on(run, rows):
     assert {row["train_length"] for row in rows} == {32}
     assert {row["family"] for row in rows} == {"rotations"}
-    assert {row["last_length"] for row in rows if "task" not in row} == {16} == {shortest_stage(run)}
+    assert {row["last_length"] for row in rows if "task" not in row} == {16} == {last_length(run)}
     config, model = restore_model(run.directory)
     assert config.scheme.options == {"base": 500.0}
     logits = logits_of(model, windows(run).tokens[:, :-1], length=64)
@@ -108,11 +108,15 @@ def test_an_extension_is_measured_over_the_parameters_of_the_last_stage(run, row
     (run.directory / "tasks.png").write_bytes(b"of an earlier evaluation")
     extend = "scheme.extend={frequencies: {name: linear, factor: 2.0}}"
     found = evaluate(run.directory, [extend, "evaluate.tasks=[]", "evaluate.stride=0"], Console(file=io.StringIO()))
-    assert [(row["label"], row["base"], row["sliding_nll"]) for row in found] == [("rope", "rope", None)] * 2
+    assert [(row["label"], row["base"], row["sliding_nll"]) for row in found] == [("rope + linear", "rope", None)] * 2
     assert found[0]["window_nll"] != rows[0]["window_nll"]
     assert found[0]["train_tokens_per_second"] is None
     names = {path.name for path in run.directory.iterdir()}
     assert {"tasks.png", "depths.png"} & names == set()  # those of an earlier evaluation are gone
+    together = read_rows(run.directory / EVALUATION)
+    assert [row for row in together if row["label"] == "rope"] == rows  # measured on the same text
+    assert together[len(rows) :] == found
+    assert "rope + linear" in (run.directory / "index.html").read_text()
 
 
 def test_a_task_that_no_length_holds_is_refused_before_anything_is_read(run):
@@ -153,3 +157,15 @@ def test_parameters_are_split_as_they_are_restored(run):
         share = 1 if "learned" in name else 8
         assert {shard.data.size for shard in leaf.addressable_shards} == {leaf.size // share}, name
     chex.assert_trees_all_equal(*(jax.device_get(nnx.to_pure_dict(nnx.state(m))) for m in (model, whole)))
+
+
+def test_a_length_below_the_training_length_is_measured_too(run):
+    overrides = ["evaluate.lengths=[8, 16]", "evaluate.tasks=[]"]
+    found = evaluate(run.directory, overrides, Console(file=io.StringIO()))
+    assert [(row["length"], row["last_length"], row["error"]) for row in found] == [(8, 8, None), (16, 8, None)]
+    assert read_rows(run.directory / EVALUATION) == found  # earlier rows were measured on other text
+    chosen = whole_windows(pieces(held_out_tokens(run), 16, run.evaluate.tokens), 8)
+    logits = logits_of(restore_model(run.directory)[1], chosen.tokens[:, :-1], length=8)
+    exact = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, chosen.tokens[:, 1:, None], -1)[..., 0]
+    nll = (exact * chosen.weights).sum() / chosen.weights.sum()
+    assert found[0]["window_nll"] == pytest.approx(nll, rel=1e-5)
