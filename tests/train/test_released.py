@@ -230,10 +230,12 @@ def test_evaluate_takes_the_path(released, values, capsys):
     extended = cli.main(["evaluate", *arguments, "scheme.extend={frequencies: {name: yarn}}"])
     assert extended == 0
     assert "released + yarn" in capsys.readouterr().out
-    longer = read_rows(Path(values["output"]) / "tiny" / "evaluation.jsonl")
+    *before, shorter, longer = read_rows(Path(values["output"]) / "tiny" / "evaluation.jsonl")
+    assert before == rows
+    assert (shorter["label"], longer["label"], longer["length"]) == ("released + yarn", "released + yarn", 64)
     scheme = released[1].config.scheme.extend(frequencies=rotary.YaRN(2.0, LENGTH, base=500.0))
     wanted = last_nll(released[1].with_scheme(scheme), values, 64, 16)
-    np.testing.assert_allclose(longer[1]["last_nll"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(longer["last_nll"], wanted, rtol=1e-5)
 
 
 def last_nll(decoder, values, length, scored):
@@ -393,7 +395,8 @@ def test_a_tokenizer_of_its_own_is_exported(values, tmp_path):
     assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     tokenizer = load_tokenizer(config.data)
-    assert special_tokens(tmp_path / "out") == [tokenizer.bos, tokenizer.eos, tokenizer.padding]
+    assert not tokenizer.opening  # it puts nothing before a text
+    assert special_tokens(tmp_path / "out") == [None, tokenizer.eos, tokenizer.padding]
 
 
 def special_tokens(folder):
