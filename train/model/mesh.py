@@ -64,9 +64,10 @@ def check_rows(sizes: dict[str, int], rows: int) -> None:
     shares = math.prod(sizes[axis] for axis in BATCH_AXES)
     if rows % shares:
         fits = divisor_near(rows, shares)
+        others = f"context={sizes['context'] * shares // fits}" if shares % fits == 0 else f"data={fits}"
         raise ValueError(
             f"train.batch_tokens and train.accumulate give {rows} rows at a time, which {shares} devices along "
-            f"replica, data and fsdp cannot share evenly; {fits} along them would work (train.mesh.data={fits}), or "
+            f"replica, data and fsdp cannot share evenly; {fits} along them would work (train.mesh.{others}), or "
             f"{-(-rows // shares) * shares} rows"
         )
 

@@ -39,6 +39,7 @@ def test_a_mesh_takes_the_first_devices():
         ({"tensor": 3}, 8, r"\(data=-1, tensor=3\) needs a multiple of 3 devices, but there are 8; .* product is 2"),
         ({"data": 1, "context": 16}, 8, r"needs 16 devices, but there are 8"),
         ({}, 6, r"6 rows at a time, which 8 devices along replica, data and fsdp .*train.mesh.data=6\), or 8 rows"),
+        ({}, 4, r"4 rows at a time, which 8 devices .*; 4 along them would work \(train.mesh.context=2\), or 8 rows"),
         ({"data": 2, "fsdp": 2}, 9, r"9 rows at a time, which 4 devices .*train.mesh.data=3\), or 12 rows"),
     ],
 )

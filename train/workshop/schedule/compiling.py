@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,13 +76,17 @@ def run_compiler(module: str, arguments: Sequence[str], flags: str, timeout: int
     except subprocess.TimeoutExpired:
         raise DoesNotCompile(f"the compiler took longer than {timeout} s") from None
     lines = done.stdout.splitlines()
-    died = {"problem": f"the compiler died with exit status {done.returncode}", "is_mistake": False}
+    died = {"problem": f"the compiler died {_ending(done.returncode)}", "is_mistake": False}
     reply = json.loads(lines[-1]) if lines and not done.returncode else died
     if "problem" in reply:
         error = (ValueError if reply["is_mistake"] else DoesNotCompile)(reply["problem"])
         error.details = done.stderr
         raise error
     return reply
+
+
+def _ending(status: int) -> str:
+    return f"with exit status {status}" if status >= 0 else f"of signal {signal.Signals(-status).name}"
 
 
 def answer(work: Callable[[], dict[str, Any]], words: Callable[[Exception], str]) -> None:
