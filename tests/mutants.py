@@ -149,7 +149,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "no sum of cosines is 0 to the last bit",
     (
         "posjax/nn/huggingface/load.py",
-        "graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))",
+        "model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))",
         "1",
     ): "of what is drawn, shapes alone are used",
     (

@@ -60,7 +60,7 @@ def made_small(arguments):
 @pytest.mark.slow
 def test_the_commands_run_in_their_order(place, capsys):
     names = [arguments[0] for arguments in commands()]
-    assert names == ["compare", "search", "evaluate", "generate", "compare", "export"]
+    assert names == ["compare", "search", "evaluate", "generate", "compare", "evaluate", "evaluate", "export"]
     for arguments in commands():
         assert cli.main(made_small(arguments)) == 0, (arguments, capsys.readouterr().err)
     told = capsys.readouterr().out
