@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from flax import nnx
 from fsspec.implementations.memory import MemoryFileSystem
 from programs import shared_programs
 from released_models import LENGTH, TEXT, VOCABULARY, few_steps, with_changes, write_released, write_tokenizer
+from rich.console import Console
 
 import posjax as pj
 from posjax import rotary
@@ -27,7 +29,7 @@ from train.compare.compare import compare
 from train.config import parse
 from train.data.tokenizer import load_tokenizer
 from train.evaluate import saved
-from train.evaluate.saved import held_out_tokens, read_rows
+from train.evaluate.saved import evaluate, held_out_tokens, read_rows
 from train.evaluate.windows import full_pieces, last_windows
 from train.loop.fit import fit, initial_parameters
 from train.model.extension import completed
@@ -233,6 +235,7 @@ def test_evaluate_takes_the_path(released, values, capsys):
     *before, shorter, longer = read_rows(Path(values["output"]) / "tiny" / "evaluation.jsonl")
     assert before == rows
     assert (shorter["label"], longer["label"], longer["length"]) == ("released + yarn", "released + yarn", 64)
+    assert {row["base"] for row in (shorter, longer)} == {"released"}
     scheme = released[1].config.scheme.extend(frequencies=rotary.YaRN(2.0, LENGTH, base=500.0))
     wanted = last_nll(released[1].with_scheme(scheme), values, 64, 16)
     np.testing.assert_allclose(longer["last_nll"], wanted, rtol=1e-5)
@@ -388,13 +391,17 @@ def test_an_exported_extension_says_how_far_it_reaches(released, tmp_path, name)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 4 * LENGTH
 
 
-def test_a_tokenizer_of_its_own_is_exported(values, tmp_path):
+def test_a_tokenizer_of_its_own_is_exported(values, tmp_path, capsys):
     write_tokenizer(tmp_path, "quite another text " + TEXT, VOCABULARY)
     config = with_changes(values, name="own", data={"tokenizer": str(tmp_path / "tokenizer.json")})
     fit(config)
     assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     tokenizer = load_tokenizer(config.data)
+    (tmp_path / "tokenizer.json").unlink()
+    assert cli.main(["export", str(config.directory), str(tmp_path / "without")]) == 0
+    assert "no tokenizer was written" in capsys.readouterr().out
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
     assert not tokenizer.opening  # it puts nothing before a text
     assert special_tokens(tmp_path / "out") == [None, tokenizer.eos, tokenizer.padding]
 
@@ -411,6 +418,15 @@ def test_a_run_with_bytes_is_exported_without_the_tokenizer_of_its_model(values,
     assert sorted(place.name for place in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert special_tokens(tmp_path / "out") == [256, 257, 259]  # as docs/training.md says, of bytes
     assert "read it with data.tokenizer=bytes" in capsys.readouterr().out
+
+
+def test_a_trained_run_is_labelled_by_its_name_and_its_extension_by_both(trained):
+    sizes = ["evaluate.lengths=[16, 32]", "evaluate.tokens=64", "evaluate.batch_tokens=64"]
+    plain = evaluate(trained.directory, sizes, Console(file=io.StringIO()))
+    extend = "scheme.extend={frequencies: {name: linear, factor: 2.0}}"
+    extended = evaluate(trained.directory, [*sizes, extend], Console(file=io.StringIO()))
+    assert {(row["label"], row["base"]) for row in plain} == {(trained.name, None)}
+    assert {(row["label"], row["base"]) for row in extended} == {(f"{trained.name} + linear", trained.name)}
 
 
 def test_export_keeps_the_dtype_of_the_files(released, tmp_path):

@@ -21,6 +21,7 @@ from train.config.settings.checks import check
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.model.build import evaluated_scheme, extension_of, own_length, scheme_of
 from train.model.extension import UNSCALED
+from train.runtime.lines import in_a_line
 from train.runtime.paths import path
 
 
@@ -58,7 +59,10 @@ def export(
     save_pretrained(model, folder, like=like, family=config.init.values.get("model_type"), dtype=dtype)
     if config.data.tokenizer not in _tokenizers_of(place, config):
         _replace_tokenizer(config, folder, like)
-        _write_special_tokens(load_tokenizer(config.data), folder)
+        try:
+            _write_special_tokens(load_tokenizer(config.data), folder)
+        except (FileNotFoundError, ValueError) as error:  # the model has been written, and is of use without one
+            told(f"no tokenizer was written, and special tokens are as they were: {in_a_line(error)}")
     if config.data.tokenizer == "bytes":
         told("no tokenizer was written: the model's tokens are bytes; read it with data.tokenizer=bytes")
     if entry.extend:

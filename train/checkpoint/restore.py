@@ -1,7 +1,7 @@
 """Restores a model for use: one that a run has trained, or a released one."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -50,10 +50,7 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
     changed = differences(saved, config)
     if changed:
         raise ValueError(f"{directory} is trained, so this cannot change: {'; '.join(changed)}")
-    asked = config.scheme.label != saved.scheme.label
-    trained = config.name if saved.scheme.label == RELEASED else saved.scheme.label  # it is no longer as released
-    scheme = config.scheme if asked else _labelled(config.scheme, trained)
-    return with_kept_tokenizer(dataclasses.replace(config, scheme=scheme), directory)
+    return with_kept_tokenizer(config, directory)
 
 
 def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
@@ -63,15 +60,7 @@ def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
     check(_whole(config.init.path) == _whole(place), why)
     own = config.scheme.name == RELEASED and not config.scheme.options
     check(own, "scheme: nothing is trained here, so the model keeps its own scheme; put changes under scheme.extend")
-    asked = config.scheme.label != config.scheme.name
-    return config if asked else dataclasses.replace(config, scheme=_labelled(config.scheme, config.scheme.name))
-
-
-def _labelled(entry: SchemeConfig, trained: str) -> SchemeConfig:
-    """The entry, whose label tells it from the model without its stage and extension, which is labelled `trained`."""
-    names = [change.get("name", slot) if isinstance(change, Mapping) else slot for slot, change in entry.extend.items()]
-    stage = f"{trained}, {entry.stage}" if entry.stage else trained
-    return dataclasses.replace(entry, label=" + ".join([stage, *names]))
+    return config
 
 
 def _whole(place: str | Path) -> str:

@@ -1,7 +1,8 @@
 """Measures saved runs: the rows of `train.report`, from a run directory."""
 
+import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from train import report
-from train.checkpoint.restore import config_of, entry_in_stage, restore, results_of
+from train.checkpoint.directory import read_config
+from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore, results_of
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
 from train.data.pipeline import held_out_documents
@@ -24,7 +26,7 @@ from train.evaluate.perplexity import Perplexity, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
-from train.model.build import check_vocabulary, evaluated_scheme, own_length, scheme_of
+from train.model.build import RELEASED, check_vocabulary, evaluated_scheme, own_length, scheme_of
 from train.monitor.logs import read_metrics
 from train.report.families import family
 from train.runtime.distributed import decide
@@ -49,9 +51,21 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     config = config_of(directory, overrides)
     held_out = held_out_tokens(config)
     target = results_of(directory, config)
-    [rows] = measure_runs([SavedRun(directory, config)], held_out, [config.scheme])
+    label, entry = _labels(directory, config)
+    [rows] = measure_runs([SavedRun(directory, config, label)], held_out, [entry])
     decide(lambda: _tell(target, config, held_out, rows, console or Console()))
     return rows
+
+
+def _labels(directory: str | Path, config: Config) -> tuple[str, SchemeConfig]:
+    """The label of the model as it was trained or released, and the entry to measure, labelled to differ from it."""
+    entry, own = config.scheme, read_config(path(directory)).scheme.label if is_run(directory) else RELEASED
+    label = config.name if is_run(directory) and own == RELEASED else own  # what was trained is not as released
+    if entry.label != own:
+        return label, entry
+    names = [change.get("name", slot) if isinstance(change, Mapping) else slot for slot, change in entry.extend.items()]
+    stage = f"{label}, {entry.stage}" if entry.stage else label
+    return label, dataclasses.replace(entry, label=" + ".join([stage, *names]))
 
 
 def _tell(
@@ -88,10 +102,11 @@ def _scored(rows: Sequence[report.Row]) -> dict[int, tuple[int, int] | None]:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A saved run, and the config for its measurement."""
+    """A saved run, and the config for its measurement. Without a `label` it is labelled as its scheme is."""
 
     directory: Path
     config: Config
+    label: str = ""
 
 
 def measure_runs(
@@ -160,7 +175,7 @@ def _rows_of_program(
 
 def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
     """The columns of a row that identify the measurement."""
-    base = found.stage.scheme.label if entry.only_measured else None
+    base = (found.run.label or found.stage.scheme.label) if entry.only_measured else None
     seed, length = found.run.config.seed, own_length(found.stage)
     of = family(scheme_of(found.stage))
     return {"label": entry.label, "base": base, "family": of, "seed": seed, "train_length": length, **_ending(found)}

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from train.compare.compare import compare
-from train.compare.sweep import Choice, neighbours, sweep, trial_config, tuned
+from train.compare.sweep import Choice, Trial, neighbours, sweep, trial_config, tuned
 from train.compare.training import DIVERGED
 from train.config import parse
 from train.evaluate.saved import evaluate, held_out_tokens, read_rows
@@ -199,3 +199,12 @@ def test_seeds_that_draw_positions_in_use_draw_their_own(values):
     for seed in (0, 1):
         again = {row["length"]: row["window_nll"] for row in evaluate(directory / f"randomised-seed{seed}")}
         assert again == pytest.approx({row["length"]: row["window_nll"] for row in rows if row["seed"] == seed})
+
+
+def test_a_trial_is_judged_at_the_training_length():
+    """Not at a shorter one that is measured beside it, nor by a task."""
+    losses = {4: 1.0, 8: 2.0, 16: 3.0}
+    rows = [{"length": n, "train_length": 8, "window_nll": loss, "error": None} for n, loss in losses.items()]
+    task = {"length": 8, "train_length": 8, "task": "copy", "error": None}
+    assert Trial(Choice(1.0, 1.0), [task, *rows]).loss == 2
+    assert Trial(Choice(1.0, 1.0), [rows[0], rows[2]]).loss == 3
