@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config, MeshConfig, TrainConfig, dump, parse_text
-from train.plan.pods import Place, Pod, pod
+from train.plan.largest import Buffer, ask_for_report, largest
+from train.plan.pods import GIB, Place, Pod, pod
 from train.runtime.flags import VARIABLE, missing
 from train.runtime.lines import in_a_line
 from train.workshop.schedule.compiling import DoesNotCompile, answer, check_compiler, run_compiler
@@ -64,6 +65,7 @@ class CompiledStep:
     axes: dict[str, int]  # of the mesh
     places: tuple[Place, ...]  # of the devices of its first slice, in order
     flags: str | None = None  # of the compiler; None if unknown
+    largest: tuple[Buffer, ...] = ()  # of its temporary memory
 
 
 UPDATE, EVALUATION = "update", "evaluation"
@@ -86,7 +88,8 @@ def compile_step(
         reply = _run(directory, on, timeout, flags, kind)
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
     places = tuple(map(tuple, reply["places"]))
-    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], places, flags)
+    buffers = tuple(Buffer(*each) for each in reply["largest"])
+    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], places, flags, buffers)
 
 
 def compiler_flags(chip: str, flags: str | None = None) -> str:
@@ -142,6 +145,7 @@ def _child(directory: Path, on: Pod, kind: str) -> dict[str, Any]:
     (directory / "program.txt").write_text(compiled.as_text(), encoding="utf-8")
     return {
         "memory": vars(_memory(compiled.memory_analysis(), *arguments)),
+        "largest": largest(directory),
         "axes": dict(mesh.shape),
         "places": [(*device.coords, device.core_on_chip) for device in mesh.devices.flat[: on.devices // on.slices]],
     }
@@ -231,12 +235,24 @@ def _bytes(tree: Any) -> float:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
-def _words(error: Exception) -> str:
+def _words(error: Exception, directory: Path) -> str:
     """The message for a user; long ones of the compiler are cut."""
     text = in_a_line(error, 2000)
-    return out_of_memory(text) or (text if isinstance(error, ValueError) else text[:400])
+    if refused := out_of_memory(text):
+        return refused + _largest_text(largest(directory, 3))
+    return text if isinstance(error, ValueError) else text[:400]
+
+
+def _largest_text(buffers: list[Buffer]) -> str:
+    if not buffers:
+        return ""
+    return "; its largest arrays, in GiB: " + ", ".join(f"{each.array} {each.bytes / GIB:,.1f}" for each in buffers)
+
+
+def _main(folder: Path, topology: str, slices: str, kind: str) -> None:
+    ask_for_report(folder)
+    answer(lambda: _child(folder, pod(topology, int(slices)), kind), lambda error: _words(error, folder))
 
 
 if __name__ == "__main__":
-    folder, topology, slices, kind = sys.argv[1:]
-    answer(lambda: _child(Path(folder), pod(topology, int(slices)), kind), _words)
+    _main(Path(sys.argv[1]), *sys.argv[2:])

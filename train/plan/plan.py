@@ -16,6 +16,7 @@ from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
 from train.plan.compiling import EVALUATION, CompiledStep, Memory, batch_of_evaluation, compile_step
 from train.plan.hlo import parse
 from train.plan.kernels import visited_share
+from train.plan.largest import Buffer
 from train.plan.network import Fabric
 from train.plan.others import AnyKernels, Blocks
 from train.plan.parts import Widths
@@ -36,6 +37,7 @@ class Plan:
     tally: Tally
     flags: str = ""  # with which it was compiled
     share: float = 1.0  # of the FLOPs of an update: a third for a forward pass alone
+    largest: tuple[Buffer, ...] = ()  # of its temporary memory
 
     @property
     def seconds(self) -> float:
@@ -101,7 +103,8 @@ def plan_evaluation(config: Config, on: Pod, timeout: int = 3600, flags: str | N
 def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:
     """The plan of a config with a compiled step."""
     tally = read_step("this step", config, on, compiled).tally
-    return Plan(config, on, compiled.axes, compiled.memory, update_flops(config), tally, compiled.flags or "")
+    flops, flags = update_flops(config), compiled.flags or ""
+    return Plan(config, on, compiled.axes, compiled.memory, flops, tally, flags, largest=compiled.largest)
 
 
 def read_step(

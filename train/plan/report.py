@@ -17,7 +17,8 @@ _NO_FLAGS = "compiled without flags of the compiler"
 
 def show(plan: Plan, console: Console) -> None:
     """Prints memory, traffic and the predicted step."""
-    console.print(Group(_memory(plan), _traffic(plan), _step(plan)))
+    largest = (_largest(plan),) if plan.largest else ()
+    console.print(Group(_memory(plan), *largest, _traffic(plan), _step(plan)))
     console.print(assumptions(plan), highlight=False)
     if whole := replicated_parameters(plan.config, AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))):
         console.print(f"warning: {whole}", highlight=False)
@@ -46,10 +47,17 @@ def _memory(plan: Plan) -> Table:
         "activations, gradients, gathered parameters": memory.temp,
         "program": memory.program,
         "all": memory.total,
-        "there is": whole,
+        "available to a program": whole,
     }
     for name, size in rows.items():
         table.add_row(name, f"{size / GIB:,.2f}", f"{size / whole:.1%}")
+    return table
+
+
+def _largest(plan: Plan) -> Table:
+    table = Table("array", "GiB", title="Largest temporary arrays")
+    for each in plan.largest:
+        table.add_row(each.array, f"{each.bytes / GIB:,.2f}")
     return table
 
 

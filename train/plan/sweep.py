@@ -120,7 +120,7 @@ def rough_bytes(config: Config, axes: dict[str, int]) -> float:
     """
     decoder, tokens, tensor = decoder_config(config), _tokens(config, axes), axes["tensor"]
     parameters = _all_parameters(decoder)
-    state = 16 * parameters / axes["fsdp"] / tensor
+    state = 16 * parameters / _shards(axes) / tensor
     gathered = 4 * parameters / decoder.num_layers / tensor
     inner = _inner(decoder) / tensor
     width, attended = decoder.model_dim, decoder.head_dim * decoder.num_heads / tensor
@@ -134,6 +134,11 @@ def rough_bytes(config: Config, axes: dict[str, int]) -> float:
     logits = 8 * tokens * decoder.vocab_size / tensor / config.train.loss_chunks
     activations = 2 * tokens * decoder.num_layers * kept[config.model.remat]
     return state + gathered + activations + 4 * tokens * (inner + 2 * decoder.model_dim) + logits
+
+
+def _shards(axes: dict[str, int]) -> int:
+    """Over how many devices parameters are split, besides `tensor`."""
+    return axes["fsdp"] * axes["context"]
 
 
 def _inner(decoder: DecoderConfig) -> int:
@@ -169,7 +174,7 @@ def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
     around = 6 * per_layer * decoder.num_kv_heads * decoder.head_dim * (axes["context"] - 1)
     shared = 4 * _all_parameters(decoder) * config.train.accumulate * on.slices / on.chips
     crossed = shared * (on.slices - 1) / on.slices / (1e9 * on.network.dcn)
-    return max(work, gathered * (axes["fsdp"] > 1) + around, crossed) + inside
+    return max(work, gathered * (_shards(axes) > 1) + around, crossed) + inside
 
 
 def _table(results: list[tuple[Candidate, Plan | str]], on: Pod, count: int) -> Table:

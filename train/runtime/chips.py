@@ -20,7 +20,7 @@ Product = tuple[int, int, int]
 class Network:
     """The links of a generation; bandwidths in GB/s, one way."""
 
-    hbm_gib: float  # of a chip
+    hbm_gib: float  # of a chip, without what the runtime keeps: what libtpu 0.0.42.1 lets programs use
     link: float  # between two neighbours
     dcn: float  # of a chip to other slices
     dimensions: int
@@ -89,12 +89,12 @@ class Chip:
 # (v5p) and 100 Gb/s for each chip by Google Cloud's pages of the chips.
 _ALL = (
     Chip("v4", 275e12, "v4:2x2x1", 2, 65_536, 1.05, 1228.0, 417.0, 1),
-    Chip("v5e", 197e12, "v5e:2x2", 1, 65_536, 1.5, 819.0, 471.0, 4, Network(16, 45, 3.125, 2)),
-    Chip("v5p", 459e12, "v5p:2x2x1", 2, 65_536, 1.75, 2765.0, 1235.0, 4, Network(95, 90, 6.25, 3)),
-    Chip("v6e", 918e12, "v6e:2x2", 1, 262_144, 1.75, 1640.0, 725.0, 4, Network(32, 90, 12.5, 2)),
+    Chip("v5e", 197e12, "v5e:2x2", 1, 65_536, 1.5, 819.0, 471.0, 4, Network(15.75, 45, 3.125, 2)),
+    Chip("v5p", 459e12, "v5p:2x2x1", 2, 65_536, 1.75, 2765.0, 1235.0, 4, Network(95.74, 90, 6.25, 3)),
+    Chip("v6e", 918e12, "v6e:2x2", 1, 262_144, 1.75, 1640.0, 725.0, 4, Network(31.25, 90, 12.5, 2)),
     Chip(
         *("7x", 2307e12, "tpu7x:2x2x1", 2, 262_144, 2.2, 7380.0, 6296.0, 6),
-        Network(192, 90, 12.5, 3, devices=2, within=540),
+        Network(189.5, 90, 12.5, 3, devices=2, within=540),
         clock_is_assumed=True,
     ),
 )

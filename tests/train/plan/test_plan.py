@@ -553,7 +553,7 @@ def test_a_tiny_config_is_planned(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(TINY)
     assert main(["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4"]) == 0
     out = capsys.readouterr().out
-    for part in ("HBM of a chip: v5e:2x4", "fsdp", "all-gather", "Predicted, not measured", "1.5 GHz"):
+    for part in ("HBM of a chip: v5e:2x4", "Largest temporary arrays", "bf16[", "fsdp", "all-gather", "Predicted, not measured", "1.5 GHz"):
         assert part in out
     assert "Left out" not in out
 
@@ -648,7 +648,9 @@ def test_a_tiny_config_is_planned_for_two_slices(tmp_path):
     [
         ("v5e:3x5", "train.mesh={data: 1}", "the compiler knows no pod v5e:3x5"),
         ("v5e:2x4", "train.mesh.data=3", "devices"),
-        ("v5e:2x4", "model.mlp_dim=33554432", "does not fit"),
+        # Wide enough that gate and hidden units, of a row of half the width, are among the largest arrays.
+        ("v5e:2x4", "model.mlp_dim=33554432", ",16777216] "),
+        ("v5e:2x4", "model.mlp_dim=33554432", "a device has 15.8; "),
     ],
 )
 def test_what_a_tiny_config_asks_too_much_of_a_pod_is_one_line(topology, override, reason, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Sweeps: which ways to split a config are tried, by which rough counts, and how they are ranked."""
 
+import dataclasses
 import io
 import itertools
 import math
@@ -79,11 +80,21 @@ def test_the_way_to_other_slices_bounds_a_sweep(long_rows):
     assert rough_seconds(long_rows, axes, pod("7x:2x2x1", 2)) == pytest.approx(2 * parameters / 4 / 12.5e9)
 
 
+def test_parameters_are_gathered_over_context_as_over_fsdp(long_rows):
+    on, axes = pod("v5e:2x4"), {"replica": 1, "data": 1, "fsdp": 1, "context": 8, "tensor": 1}
+    few = dataclasses.replace(long_rows, train=dataclasses.replace(long_rows.train, batch_tokens=8, length=8))
+    parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
+    keys_and_values = 6 * 2 * 1 * 4 * 512 * 7
+    assert rough_seconds(few, axes, on) == pytest.approx((6 * parameters + keys_and_values) / (2e9 * on.network.link))
+
+
 def test_rough_memory_is_that_of_state_and_activations(long_rows):
     by_name = {one.name: one for one in candidates(long_rows, pod("v5e:2x4"))}
     whole, split = by_name["data 4 x tensor 2, full"], by_name["fsdp 4 x tensor 2, full"]
     parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
     assert whole.bytes - split.bytes == pytest.approx(16 * parameters / 2 * 3 / 4)
+    (rows,) = {one.bytes for name, one in by_name.items() if name.startswith("context 4 x tensor 2, full")}
+    assert rows == split.bytes  # parameters are split over context too
     kept = by_name["fsdp 4 x tensor 2, dots"].bytes - split.bytes
     attended = 2 * 4096 * 4 * 1024 / 2
     assert kept == pytest.approx(2 * 4096 * 4 * (2 * 1024 + 2 * 512 + 3 * 2736) / 2 + attended)
