@@ -221,8 +221,8 @@ def inverse_leaky(length: int, extension: float) -> LeakyReRoPE:
 class SelfExtend(Remap):
     """Distance ``r`` for ``r < w``, then ``floor(i / G) - floor(j / G) + w - w / G`` (arXiv 2401.01325).
 
-    Leaky ReRoPE with whole distances. Here ``G`` must divide ``w``; the released code rounds ``w / G`` down in some
-    places and not in others.
+    Leaky ReRoPE with whole distances. Here ``G`` must divide ``w``; the released code does not always round
+    ``w / G`` down.
 
     Args:
         group: ``G``, tokens that share a remapped position.

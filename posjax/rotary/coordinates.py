@@ -76,11 +76,11 @@ def mrope_positions(spans: Sequence[Span], start: int = 0) -> SpanPositions:
     with more frames than rows and columns repeats ids of the video.) ``end - n`` is the rope delta of Qwen's code.
     """
 
-    def place(sizes):
+    def grid(sizes):
         sizes = (1, *sizes) if len(sizes) == 2 else sizes
         return grid_coordinates(*sizes) + 1, max(sizes) + 1
 
-    return _lay_out(spans, 3, place, start, np.int32)
+    return _lay_out(spans, 3, grid, start, np.int32)
 
 
 def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, axes: int = 2, start: int = 0) -> SpanPositions:
@@ -100,7 +100,7 @@ def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, axes: int = 2,
     """
     check_choice("spacing", spacing, TIE_SPACINGS)
 
-    def place(sizes):
+    def grid(sizes):
         check(len(sizes) == axes, f"spans: a grid of {axes} axes has {axes} sizes, found {sizes}")
         cells, number, sizes = grid_coordinates(*sizes) + 1, math.prod(sizes), np.array(sizes)
         if spacing == "tie":
@@ -110,11 +110,11 @@ def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, axes: int = 2,
             return cells * ((number + 1) / (sizes + 1)), number + 1
         return cells + (number - sizes) / 2, number + 1
 
-    return _lay_out(spans, axes, place, start, np.int32 if spacing == "tie" else np.float32)
+    return _lay_out(spans, axes, grid, start, np.int32 if spacing == "tie" else np.float32)
 
 
-def _lay_out(spans: Sequence[Span], axes: int, place: Callable, start: int, dtype: Any) -> SpanPositions:
-    """Lays spans one after another; ``place(sizes)`` gives a grid's offsets from the token before it, and K - L."""
+def _lay_out(spans: Sequence[Span], axes: int, grid: Callable, start: int, dtype: Any) -> SpanPositions:
+    """Lays spans one after another; ``grid(sizes)`` gives a grid's offsets from the token before it, and K - L."""
     parts, last = [np.zeros((0, axes))], start - 1
     for span in spans:
         if isinstance(span, numbers.Integral):
@@ -122,7 +122,7 @@ def _lay_out(spans: Sequence[Span], axes: int, place: Callable, start: int, dtyp
             offsets, advance = np.repeat(np.arange(1, span + 1)[:, None], axes, axis=1), span + 1
         else:
             check(1 < len(span) < 4, f"spans: a number of tokens, (h, w) or (t, h, w), found {span!r}")
-            offsets, advance = place(tuple(span))
+            offsets, advance = grid(tuple(span))
         parts.append(last + offsets)
         last += int(advance) - 1
     return SpanPositions(np.concatenate(parts).astype(dtype), last + 1)

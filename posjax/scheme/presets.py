@@ -344,10 +344,10 @@ def scheme(name: str, /, **options) -> Scheme | Layers:
         ValueError: for an unknown name or option, with the nearest known one.
     """
     known = scheme_options(name)
-    make, place = PRESETS[name]
+    make, to_scheme = PRESETS[name]
     open_slots = () if "num_layers" in known else SLOT_NAMES
     # An option of the method itself, such as the bias of SSMax, wins over a slot of the same name.
     own = {key for key in options if key in known and not isinstance(options[key], Mapping)}
     slots = {key: options.pop(key) for key in open_slots if key in options and key not in own}
-    built = place(build(f"scheme {name!r}", make, options, also=open_slots))
+    built = to_scheme(build(f"scheme {name!r}", make, options, also=open_slots))
     return built.replace(**slots) if slots else built

@@ -41,9 +41,9 @@ _UNREAD = (
 def names(items: Mapping[str, Any]) -> list[str]:
     """The name of every array of a checkpoint's items, as ``parameters/stacks.0.0.mlp.up``; Orbax's own, by item."""
     return [
-        f"{item}/{keystr(place, simple=True, separator='.')}"
+        f"{item}/{keystr(path, simple=True, separator='.')}"
         for item in sorted(items)
-        for place, _ in tree_flatten_with_path(items[item])[0]
+        for path, _ in tree_flatten_with_path(items[item])[0]
     ]
 
 

@@ -26,12 +26,12 @@ from train.runtime.paths import path
 
 
 def export(
-    place: str | Path,
+    location: str | Path,
     folder: str,
     overrides: Sequence[str] = (),
     *,
     dtype: str | None = None,
-    told: Callable[[str], Any] = print,
+    log: Callable[[str], Any] = print,
 ) -> None:
     """Writes the model of a run, or a released one, into a folder in the layout of Hugging Face.
 
@@ -39,17 +39,17 @@ def export(
     copied; if it is not the released model's, its special tokens replace those in ``config.json``.
 
     Args:
-        place: the run or the released model.
+        location: the run or the released model.
         folder: to be written, local or at a URL.
         overrides: of the config.
         dtype: of the tensors. The default is that of a released model's files, and float32 for a run.
-        told: is called with each line of the report.
+        log: is called with each line of the report.
 
     Raises FileNotFoundError without a trained run, and ValueError for a model that the layout cannot express.
     """
-    config = config_of(place, overrides)
-    like = _original(place, config)
-    stage, model = _model(place, config)
+    config = config_of(location, overrides)
+    like = _original(location, config)
+    stage, model = _model(location, config)
     entry, longest = entry_in_stage(config.scheme, config, stage), max(stage.evaluate.lengths)
     options = extension_of(stage, entry, longest)
     nothing = f"scheme.extend changes nothing up to {longest} tokens, the longest of evaluate.lengths"
@@ -57,17 +57,17 @@ def export(
     model = model.with_scheme(evaluated_scheme(stage, entry))
     model.config = dataclasses.replace(model.config, trained_length=_reach(stage, entry, longest))
     save_pretrained(model, folder, like=like, family=config.init.values.get("model_type"), dtype=dtype)
-    if config.data.tokenizer not in _tokenizers_of(place, config):
+    if config.data.tokenizer not in _tokenizers_of(location, config):
         _replace_tokenizer(config, folder, like)
         try:
             _write_special_tokens(load_tokenizer(config.data), folder)
         except (FileNotFoundError, ValueError) as error:  # the model has been written, and is of use without one
-            told(f"no tokenizer was written, and special tokens are as they were: {in_a_line(error)}")
+            log(f"no tokenizer was written, and special tokens are as they were: {in_a_line(error)}")
     if config.data.tokenizer == "bytes":
-        told("no tokenizer was written: the model's tokens are bytes; read it with data.tokenizer=bytes")
+        log("no tokenizer was written: the model's tokens are bytes; read it with data.tokenizer=bytes")
     if entry.extend:
         reached = length_value(model.config)["max_position_embeddings"]
-        told(f"extended by {json.dumps(options)}; max_position_embeddings is {reached}")
+        log(f"extended by {json.dumps(options)}; max_position_embeddings is {reached}")
 
 
 def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
@@ -81,25 +81,25 @@ def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
     return int(own * change["factor"] / before)
 
 
-def _tokenizers_of(place: str | Path, config: Config) -> tuple[str, ...]:
+def _tokenizers_of(location: str | Path, config: Config) -> tuple[str, ...]:
     """The folder of the tokenizer that is copied with the released model's other files."""
     if not config.init.path:
         return ()
-    return own_tokenizer(config.init.path), str(path(place) / KEPT / "tokenizer.json")
+    return own_tokenizer(config.init.path), str(path(location) / KEPT / "tokenizer.json")
 
 
-def _model(place: str | Path, config: Config) -> tuple[Config, nnx.Module]:
+def _model(location: str | Path, config: Config) -> tuple[Config, nnx.Module]:
     """The config of the newest stage and its model; a released model has the dtype of its files."""
-    return restore(place, config) if is_run(place) else (config, from_pretrained(place, dtype=None))
+    return restore(location, config) if is_run(location) else (config, from_pretrained(location, dtype=None))
 
 
-def _original(place: str | Path, config: Config) -> str | None:
+def _original(location: str | Path, config: Config) -> str | None:
     """The released model whose tokenizer and other keys are copied into the export; None without one.
 
     Raises ValueError if the run did not keep them and the model is no longer where it was.
     """
-    kept, original = path(place) / KEPT, config.init.path
-    if not original or (is_run(place) and is_released(str(kept))):
+    kept, original = path(location) / KEPT, config.init.path
+    if not original or (is_run(location) and is_released(str(kept))):
         return str(kept) if original else None
     check(
         is_released(original),
@@ -118,9 +118,9 @@ def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
     files, source = open_place(config.data.tokenizer)
     beside = source.rpartition("/")[0]
     names = {"tokenizer.json": source, **{n: f"{beside}/{n}" for n in COPIED if n != "tokenizer.json"}}
-    for name, place in names.items():
-        if files.isfile(place):
-            target.pipe_file(f"{root}/{name}", files.cat_file(place))
+    for name, location in names.items():
+        if files.isfile(location):
+            target.pipe_file(f"{root}/{name}", files.cat_file(location))
 
 
 def _write_special_tokens(tokenizer: Tokenizer, folder: str) -> None:

@@ -39,5 +39,5 @@ def with_kept_tokenizer(config: Config, directory: Path) -> Config:
     return _with_tokenizer(config, str(kept)) if own and kept.is_file() else config
 
 
-def _with_tokenizer(config: Config, place: str) -> Config:
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=place))
+def _with_tokenizer(config: Config, location: str) -> Config:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=location))

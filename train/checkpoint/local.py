@@ -2,7 +2,7 @@
 
 Every process keeps its own under ``{train.local_folder}/{run}/P-of-N/STEP``: ``state.npz``, the shards of its devices
 as bytes, and ``run``, the same JSON as in a permanent checkpoint, each with the CRC-32 of the ZIP format. A local
-checkpoint can be used if every process has it, complete, from the same place in the data, and the devices of each
+checkpoint can be used if every process has it, complete, from the same position in the data, and the devices of each
 process hold the same shards again.
 
 Orbax' emergency manager cannot be used here: it needs at least two replicas, and a run may have one.
@@ -77,13 +77,13 @@ class LocalCheckpoints:
         return None
 
     def _is_usable(self, step: int, states: Sequence[TrainState]) -> bool:
-        """Whether every process can use a checkpoint, and all saved it at the same place in the data."""
+        """Whether every process can use a checkpoint, and all saved it at the same position in the data."""
         if any(gather(self._problem(step, states))):
             return False
-        places = gather(json.dumps({key: self._run(step)[key] for key in ("stage", "stream")}))
-        if len(set(places)) > 1:
-            self._tell_unused(step, f"the processes saved it at {len(set(places))} places in the data")
-        return len(set(places)) == 1
+        positions = gather(json.dumps({key: self._run(step)[key] for key in ("stage", "stream")}))
+        if len(set(positions)) > 1:
+            self._tell_unused(step, f"the processes saved it at {len(set(positions))} positions in the data")
+        return len(set(positions)) == 1
 
     def restore(self, saved: LocalCheckpoint, abstract: TrainState) -> TrainState:
         """The saved state, laid out as `abstract` says."""
@@ -92,7 +92,7 @@ class LocalCheckpoints:
             return structure.unflatten([_read(arrays, number, leaf) for number, leaf in enumerate(leaves)])
 
     def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
-        """Saves the state after `step` updates of the run, with the data's place."""
+        """Saves the state after `step` updates of the run, with the data's position."""
         if not any(gather(self._wait())):
             self._common = self._last
         self._remove_all_but(self._common)
@@ -118,7 +118,7 @@ class LocalCheckpoints:
         return ""
 
     def _steps(self) -> list[int]:
-        return sorted(int(place.name) for place in self._folder.iterdir() if place.name.isdigit())
+        return sorted(int(location.name) for location in self._folder.iterdir() if location.name.isdigit())
 
     def _run(self, step: int) -> dict[str, Any]:
         # If NumPy opened the file itself, it would not close a damaged one.
@@ -176,10 +176,10 @@ class LocalCheckpoints:
 
 def _mark(directory: Path) -> str:
     """The name that distinguishes the run from an earlier one in the same directory."""
-    place = directory / LOCAL_MARK
-    if not place.exists():
-        write_file(place, uuid.uuid4().hex)
-    return place.read_text(encoding="utf-8")
+    location = directory / LOCAL_MARK
+    if not location.exists():
+        write_file(location, uuid.uuid4().hex)
+    return location.read_text(encoding="utf-8")
 
 
 def _shards(state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
@@ -204,9 +204,9 @@ def _needed(number: int, leaf: Any) -> set[str]:
     return {_key(number, leaf.shape, index) for index in parts}
 
 
-def _problem_of_arrays(place: Path, abstract: TrainState) -> str:
+def _problem_of_arrays(location: Path, abstract: TrainState) -> str:
     needed = set.union(*(_needed(number, leaf) for number, leaf in enumerate(jax.tree.leaves(abstract))))
-    with zipfile.ZipFile(place) as file:
+    with zipfile.ZipFile(location) as file:
         if damaged := file.testzip():
             return f"{damaged} has changed since it was written"
         if {f"{key}.npy" for key in needed | {_RUN}} != set(file.namelist()):

@@ -3,7 +3,7 @@
 A run directory holds ``config.yaml`` (every key resolved), ``versions.json``, ``metrics.jsonl``, ``fit.json`` once the
 training is finished, ``released`` if it started from a released model, and ``checkpoints/STEP``. A checkpoint has three
 items: ``parameters`` (a nested dict, float32), ``training`` (all other arrays of the `TrainState`, by name) and ``run``
-(JSON: the stage, the place in the data, the config, the corpora's digests). Its checksums are in the same folder,
+(JSON: the stage, the position in the data, the config, the corpora's digests). Its checksums are in the same folder,
 written last (see `integrity.py`). docs/checkpoints.md says which parts of this format are stable.
 """
 
@@ -42,7 +42,7 @@ from train.runtime.paths import check_checkpoints
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: the number of updates before it, its stage (from 0), and its place in the data."""
+    """A complete checkpoint: the number of updates before it, its stage (from 0), and its position in the data."""
 
     step: int
     stage: int
@@ -114,7 +114,7 @@ class Checkpoints:
         return self._restore(saved.step, parameters=abstract)["parameters"]
 
     def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
-        """Saves the state after `step` updates of the run with the data's place, unless that step is saved already.
+        """Saves the state after `step` updates of the run with the data's position, unless that step is saved already.
 
         Raises the error of the save before, if that one failed.
         """

@@ -32,16 +32,16 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
     Raises Damaged for other values. If reading fails for a reason other than damage, that error is raised.
     """
     found, error = _attempt(lambda: _read(folder, wanted))
-    told = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
-    if not told:
+    reason = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
+    if not reason:
         arrays = by_name(names(found), digests(found))
         problems = decide(lambda: integrity.differing(folder, arrays))
     else:  # the files themselves, or the access to them
         problems = damages(folder)
     if problems:
         raise Damaged(problems[0])
-    if told:
-        raise error or OSError(f"{folder}: another process could not read it: {told}")
+    if reason:
+        raise error or OSError(f"{folder}: another process could not read it: {reason}")
     return found
 
 
@@ -63,10 +63,10 @@ def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
 def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(own, {own}, f"process_{own}")
-    place = epath.Path(folder.absolute() if is_local(folder) else str(folder))
+    location = epath.Path(folder.absolute() if is_local(folder) else str(folder))
     items = {name: ocp.args.StandardRestore(item) for name, item in wanted.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:
-        found = checkpointer.restore(place, args=ocp.args.Composite(**items))
+        found = checkpointer.restore(location, args=ocp.args.Composite(**items))
     return {name: found[name] for name in wanted}
 
 

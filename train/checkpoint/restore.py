@@ -25,26 +25,26 @@ from train.runtime.distributed import decide
 from train.runtime.paths import check_checkpoints, path, write_file
 
 
-def is_run(place: str | Path) -> bool:
-    """Whether there is a run at a place."""
-    with reaching(place):
-        return (path(place) / "config.yaml").exists()  # is_file answers no at gs:// if access is denied
+def is_run(location: str | Path) -> bool:
+    """Whether there is a run at a path or URL."""
+    with reaching(location):
+        return (path(location) / "config.yaml").exists()  # is_file answers no at gs:// if access is denied
 
 
-def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
+def config_of(location: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a saved run, with overrides of keys that did not affect its training; or that of a released model.
 
     Raises FileNotFoundError if there is neither, and ValueError for a folder of several runs and for overrides that
     would need a new training.
     """
-    if not is_run(place) and is_released(place):
-        return _config_of_released(place, overrides)
-    if is_gguf(place):
-        raise FileNotFoundError(f"there is no {place}")
-    check_one_run(path(place))
-    if not is_run(place):
-        raise FileNotFoundError(f"{place} is neither a run nor a released model")
-    directory = path(place)
+    if not is_run(location) and is_released(location):
+        return _config_of_released(location, overrides)
+    if is_gguf(location):
+        raise FileNotFoundError(f"there is no {location}")
+    check_one_run(path(location))
+    if not is_run(location):
+        raise FileNotFoundError(f"{location} is neither a run nor a released model")
+    directory = path(location)
     saved = read_config(directory)
     config = with_moved_tokenizer(saved, load_values(to_dict(saved), overrides))
     changed = differences(saved, config)
@@ -53,35 +53,37 @@ def config_of(place: str | Path, overrides: Sequence[str] = ()) -> Config:
     return with_kept_tokenizer(config, directory)
 
 
-def _config_of_released(place: str | Path, overrides: Sequence[str]) -> Config:
-    name = _whole(place).rpartition("/")[2].removesuffix(".gguf")
-    config = load_values({"init": str(place), "name": name, "train": {"steps": 0}}, overrides)
-    why = f"init: found {config.init.path}, but the command is for {place}; leave init out"
-    check(_whole(config.init.path) == _whole(place), why)
+def _config_of_released(location: str | Path, overrides: Sequence[str]) -> Config:
+    name = _whole(location).rpartition("/")[2].removesuffix(".gguf")
+    config = load_values({"init": str(location), "name": name, "train": {"steps": 0}}, overrides)
+    why = f"init: found {config.init.path}, but the command is for {location}; leave init out"
+    check(_whole(config.init.path) == _whole(location), why)
     own = config.scheme.name == RELEASED and not config.scheme.options
     check(own, "scheme: nothing is trained here, so the model keeps its own scheme; put changes under scheme.extend")
     return config
 
 
-def _whole(place: str | Path) -> str:
-    """A path or URL in canonical form: two names of the same place become equal."""
-    return str(place).rstrip("/") if "://" in str(place) else str(Path(place).resolve())
+def _whole(location: str | Path) -> str:
+    """A path or URL in canonical form: two names of the same location become equal."""
+    return str(location).rstrip("/") if "://" in str(location) else str(Path(location).resolve())
 
 
-def restore(place: str | Path, config: Config, stage: str = "", mesh: Mesh | None = None) -> tuple[Config, nnx.Module]:
+def restore(
+    location: str | Path, config: Config, stage: str = "", mesh: Mesh | None = None
+) -> tuple[Config, nnx.Module]:
     """The config of a stage, overrides included, and the model as it was trained there; or a released model.
 
     Args:
-        place: a run directory, or a released model.
+        location: a run directory, or a released model.
         config: what `config_of` gave for it.
         stage: by name; that of the newest checkpoint when empty.
         mesh: the parameters are split over it as they are read. Without it the first device holds all of them.
     """
-    if not is_run(place):  # nothing is trained: `remat` has no effect, and parameters can keep their narrow dtype
+    if not is_run(location):  # nothing is trained: `remat` has no effect, and parameters can keep their narrow dtype
         how = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
         sharding = None if mesh is None else partial(named_sharding, mesh)
-        return config, from_pretrained(place, dtype=None, sharding=sharding, **how)
-    directory = path(place)
+        return config, from_pretrained(location, dtype=None, sharding=sharding, **how)
+    directory = path(location)
     trained, model = restore_model(directory, stage, mesh)
     return config.stage(read_config(directory).every_stage.index(trained)), model
 
@@ -126,20 +128,22 @@ def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> Scheme
     return dataclasses.replace(stage.scheme, label=entry.label, extend=extend, stage=entry.stage)
 
 
-def results_of(place: str | Path, config: Config) -> Path:
+def results_of(location: str | Path, config: Config) -> Path:
     """The directory for results about a model: the run's own, or ``{output}/{name}`` for a released model.
 
     Raises ValueError if that directory belongs to a run or to another model.
     """
-    if is_run(place):
-        return path(place)
+    if is_run(location):
+        return path(location)
     directory = config.directory
-    check(not is_run(directory), f"{directory} holds a run; choose another name for the results of {place}, by name=")
+    check(
+        not is_run(directory), f"{directory} holds a run; choose another name for the results of {location}, by name="
+    )
     mark = directory / _OF
-    known = mark.read_text(encoding="utf-8") if mark.is_file() else _whole(place)
-    check(known == _whole(place), f"{directory} holds results of {known}; choose another name, by name=")
+    known = mark.read_text(encoding="utf-8") if mark.is_file() else _whole(location)
+    check(known == _whole(location), f"{directory} holds results of {known}; choose another name, by name=")
     directory.mkdir(parents=True, exist_ok=True)
-    write_file(mark, _whole(place))
+    write_file(mark, _whole(location))
     return directory
 
 

@@ -12,7 +12,7 @@ from train.runtime.distributed import decide
 from train.runtime.paths import check_checkpoints, path
 
 
-def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
+def verify(directory: str | Path, log: Callable[[str], Any] = print) -> bool:
     """Reads all checkpoints of a run and reports every problem of each; returns whether there is none.
 
     All processes call it together and share the reading. Nothing is changed: the next ``fit`` removes unfinished
@@ -28,17 +28,17 @@ def verify(directory: str | Path, told: Callable[[str], Any] = print) -> bool:
     whole, steps = True, decide(lambda: finished_steps(folder))
     for step in steps:
         if step == steps[0] and decide(lambda: not _is_sealed(folder / str(steps[0]))):
-            told(f"step {step}: not finished: {_BEGUN}")
+            log(f"step {step}: not finished: {_BEGUN}")
             continue
         found = damages(folder / str(step))
         whole = whole and not found
         for line in found or ["whole"]:
-            told(f"step {step}: {line}")
+            log(f"step {step}: {line}")
     begun = decide(lambda: unfinished(folder))
     for name in begun:
-        told(f"{name} is not finished: {_BEGUN}")
+        log(f"{name} is not finished: {_BEGUN}")
     if not steps and not begun:
-        told(f"{folder} holds no checkpoint")
+        log(f"{folder} holds no checkpoint")
     return whole
 
 

@@ -70,9 +70,9 @@ def compare(config: Config, console: Console | None = None) -> Path:
         found.add(group, tune=bool(config.compare.sweep.learning_rate) and "learning_rate" not in base.train)
     _report(config, found, held_out, console)
     if found.failures:
-        told = "; ".join(f"{name}: {why}" for name, why in found.failures.items())
+        reasons = "; ".join(f"{name}: {why}" for name, why in found.failures.items())
         count = sum(len(group) for group in planned)
-        raise ValueError(f"{len(found.failures)} of {count} trainings failed: {told}")
+        raise ValueError(f"{len(found.failures)} of {count} trainings failed: {reasons}")
     return config.directory
 
 
@@ -271,17 +271,17 @@ def run_group(group: Sequence[Config], trials: bool) -> str | None:
 @contextmanager
 def _log(training: Config) -> Iterator[tuple[Path, IO[str]]]:
     """A training's log and an open local file for it; in an object store it is written at the end."""
-    place = training.directory.with_name(f"{training.name}.log")
-    if is_local(place):
-        with place.open("w", encoding="utf-8") as file:
-            yield place, file
+    location = training.directory.with_name(f"{training.name}.log")
+    if is_local(location):
+        with location.open("w", encoding="utf-8") as file:
+            yield location, file
         return
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         try:
-            yield place, file
+            yield location, file
         finally:
             file.seek(0)
-            place.write_text(file.read(), encoding="utf-8")
+            location.write_text(file.read(), encoding="utf-8")
 
 
 @contextmanager
@@ -311,8 +311,8 @@ def _passing_on(number: int, process: subprocess.Popen) -> Iterator[None]:
 def _cause(stderr: str) -> str:
     """The line with the error: the training's own, else the last one."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    told = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
-    return (told or lines or ["no message"])[-1]
+    errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+    return (errors or lines or ["no message"])[-1]
 
 
 def _report(config: Config, found: _Progress, held_out: Sequence[np.ndarray], console: Console) -> None:

@@ -79,8 +79,8 @@ def neighbours(best: Choice, tried: Sequence[Choice]) -> list[Choice]:
         values = sorted({getattr(choice, field) for choice in tried})
         if len(values) > 1:
             values = [values[0] ** 2 / values[1], *values, values[-1] ** 2 / values[-2]]
-            place = values.index(getattr(best, field))
-            found += [best._replace(**{field: values[near]}) for near in (place - 1, place + 1)]
+            index = values.index(getattr(best, field))
+            found += [best._replace(**{field: values[near]}) for near in (index - 1, index + 1)]
     return [choice for choice in found if choice not in tried]
 
 

@@ -33,7 +33,7 @@ def run(configs: Sequence[Config], trials: bool) -> None:
     if done:
         held_out, entries = held_out_tokens(done[0], trials), done[0].compare.schemes
         runs = [SavedRun(config.directory, config) for config in done]
-        found = measure_runs(runs, held_out, entries, told=lambda line: print(line, flush=True))
+        found = measure_runs(runs, held_out, entries, log=lambda line: print(line, flush=True))
         for config, rows in zip(done, found, strict=True):
             _write(config, rows)
     if failed and not trials:

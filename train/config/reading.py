@@ -22,24 +22,24 @@ _RENAMED = {"far": "remap", "trains": "trainable"}
 """Keys that earlier versions saved, and their names now."""
 
 
-def load(place: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
+def load(location: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
     """Reads a YAML file, local or at a URL, applies ``key.path=value`` overrides, and checks everything.
 
     `kind` is the dataclass to make: a `Config`, or that of another command. Values of overrides are YAML. Raises
     FileNotFoundError if there is no such file, and a one-line ValueError for anything wrong in it. A config without a
     name gets the file's name.
     """
-    place = path(place)
-    if not place.is_file():
-        raise FileNotFoundError(f"no config file {str(place)!r}")
+    location = path(location)
+    if not location.is_file():
+        raise FileNotFoundError(f"no config file {str(location)!r}")
     try:
-        text = place.read_text(encoding="utf-8")
+        text = location.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: not a text in UTF-8: {error.reason} at byte {error.start}") from None
-    values = _read_yaml(text, str(place))
+        raise ValueError(f"{location}: not a text in UTF-8: {error.reason} at byte {error.start}") from None
+    values = _read_yaml(text, str(location))
     values = {} if values is None else values
-    check(isinstance(values, dict), f"{place}: a config is a mapping of keys to values, found {values!r}")
-    return load_values({"name": place.stem, **values}, overrides, kind)
+    check(isinstance(values, dict), f"{location}: a config is a mapping of keys to values, found {values!r}")
+    return load_values({"name": location.stem, **values}, overrides, kind)
 
 
 def load_values(values: dict[str, Any], overrides: Sequence[str] = (), kind: type = Config) -> Any:

@@ -23,7 +23,7 @@ from train.data.corpus import (
 )
 from train.data.index import GONE
 from train.data.readers import CorruptFile, Document
-from train.data.sources import SourceFile, Told, name_hash, no_text, read, report_corrupt, untold
+from train.data.sources import Log, SourceFile, name_hash, no_text, read, report_corrupt, silent
 from train.data.storage import Folder, Scratch
 from train.data.tokenizer import Tokenizer, token_type
 
@@ -69,17 +69,17 @@ def missing(folder: Folder, pieces: Sequence[Piece]) -> list[Piece]:
     return [piece for piece in pieces if _piece_name(piece.number) not in found]
 
 
-def build_piece(piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folder, told: Told = untold) -> None:
+def build_piece(piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folder, log: Log = silent) -> None:
     """Encodes the documents of a piece into shards of `folder`, and marks the piece as complete at the end.
 
-    Shard n of piece p is two files: shard-p-n.tokens, then shard-p-n.npz, with its documents and the place in the text
+    Shard n of piece p is two files: shard-p-n.tokens, then shard-p-n.npz, with its documents and the offset in the text
     after it. piece-p.json, written last, has the number of shards and the damaged files. A stopped build resumes after
     the last shard that has both files. It then writes the same bytes as an uninterrupted build, or another process at
-    the same time. `told` gets a line for every full shard.
+    the same time. `log` gets a line for every full shard.
     """
     if folder.read(_piece_name(piece.number)) is not None:
         return
-    build = _Build(piece, text_key, tokenizer, folder, told)
+    build = _Build(piece, text_key, tokenizer, folder, log)
     build.run()
     about = {"shards": build.shards, "corrupt": build.corrupt}
     folder.write(_piece_name(piece.number), json.dumps(about).encode())
@@ -97,7 +97,7 @@ def finish(folder: Folder, files: Sequence[SourceFile], kind: np.dtype) -> None:
     markers = _read_all(folder, [_piece_name(piece.number) for piece in pieces])
     built = [_Built.of(content, piece) for content, piece in zip(markers, pieces, strict=True)]
     corrupt = {files[piece.first + file].path: why for piece in built for file, why in piece.corrupt.items()}
-    report_corrupt(corrupt, len(files), untold)
+    report_corrupt(corrupt, len(files), silent)
     with closing(Scratch(np.int64)) as sizes, closing(Scratch(np.uint64)) as hashes:
         shard_sizes, digests, documents, readable = _collect(folder, built, sizes, hashes)
         if not readable:
@@ -167,7 +167,7 @@ class _Built(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shard:
-    """The record of a shard: its documents, the place in the text after it, and the damaged files known so far."""
+    """The record of a shard: its documents, the offset in the text after it, and the damaged files known so far."""
 
     sizes: np.ndarray
     files: np.ndarray
@@ -223,9 +223,9 @@ class _Buffer:
 class _Build:
     """A piece that is being built in a folder: how many shards it has there, and its damaged files so far."""
 
-    def __init__(self, piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folder, told: Told):
+    def __init__(self, piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folder, log: Log):
         self._piece, self._text_key, self._tokenizer = piece, text_key, tokenizer
-        self._folder, self._told = folder, told
+        self._folder, self._log = folder, log
         self._kind = token_type(tokenizer.vocabulary_size)
         self._buffer = _Buffer(self._kind)
         self.shards, last = _finished(folder, piece.number, self._kind)
@@ -247,7 +247,7 @@ class _Build:
                     self._buffer.add(file, name, tokens)
                 if self._buffer.size >= SHARD_TOKENS:
                     self._flush(file, number + 1)
-                    self._told(f"data: {self.shards} shards of piece {self._piece.number}, in {source.path}")
+                    self._log(f"data: {self.shards} shards of piece {self._piece.number}, in {source.path}")
         except CorruptFile as error:
             self.corrupt[file] = str(error)
 

@@ -12,7 +12,7 @@ import numpy as np
 from train.config import Config
 from train.data.building import build_piece, finish, missing, pieces_of
 from train.data.corpus import INDEX, Corpus, open_corpus
-from train.data.sources import SourceFile, Told, list_files, report_corrupt, untold
+from train.data.sources import Log, SourceFile, list_files, report_corrupt, silent
 from train.data.storage import Folder, LocalFolder, MemoryFolder, folder_at, is_url
 from train.data.tokenizer import Tokenizer, token_type
 
@@ -22,7 +22,7 @@ TOKENS = "tokens"  # the folder of caches in ``config.output``
 _POLL_SECONDS = 2.0
 
 
-def open_corpora(config: Config, tokenizer: Tokenizer, told: Told) -> list[Corpus]:
+def open_corpora(config: Config, tokenizer: Tokenizer, log: Log) -> list[Corpus]:
     """The encoded documents of every part of the mixture, both training and held-out; missing ones are built.
 
     Each part has a folder of its own in ``data.cache``, named by a hash of names, sizes and stamps of its files (ETag
@@ -43,19 +43,19 @@ def open_corpora(config: Config, tokenizer: Tokenizer, told: Told) -> list[Corpu
         keys = _from_first(["" for _ in config.data.parts])
         corpora = [_wait(folder_at(_join(cache_of(config), key))) for key in keys]
     else:
-        places = places_of(config, tokenizer)
+        texts = cached_texts(config, tokenizer)
         if shared:
-            _from_first([place.key for place in places])
-        forgotten = is_forgotten(config, places, tokenizer) and not shared
+            _from_first([text.key for text in texts])
+        forgotten = is_forgotten(config, texts, tokenizer) and not shared
         corpora = [
-            _open_or_build(place, MemoryFolder() if forgotten else place.folder(), tokenizer, told) for place in places
+            _open_or_build(text, MemoryFolder() if forgotten else text.folder(), tokenizer, log) for text in texts
         ]
     for corpus in corpora:
-        report_corrupt(corpus.corrupt, corpus.files, told)
+        report_corrupt(corpus.corrupt, corpus.files, log)
     return corpora
 
 
-class TokensPlace(NamedTuple):
+class CachedText(NamedTuple):
     """A part of the mixture, and the folder of its tokens: `key` in `cache`."""
 
     files: Sequence[SourceFile]
@@ -78,17 +78,17 @@ def cache_of(config: Config) -> str:
     return config.data.cache or f"{config.output}/{TOKENS}"
 
 
-def places_of(config: Config, tokenizer: Tokenizer) -> list[TokensPlace]:
+def cached_texts(config: Config, tokenizer: Tokenizer) -> list[CachedText]:
     """Where the tokens of every part of the mixture are, or will be; this lists the files."""
     return [
-        TokensPlace(files, part.text_key, cache_of(config), _key(files, part.text_key, tokenizer))
+        CachedText(files, part.text_key, cache_of(config), _key(files, part.text_key, tokenizer))
         for files, part in zip(list_files(config.data), config.data.parts, strict=True)
     ]
 
 
-def is_forgotten(config: Config, places: Sequence[TokensPlace], tokenizer: Tokenizer) -> bool:
+def is_forgotten(config: Config, texts: Sequence[CachedText], tokenizer: Tokenizer) -> bool:
     """Whether a single process reads the bytes again at each start instead of caching them."""
-    size = sum(file.size for place in places for file in place.files)
+    size = sum(file.size for text in texts for file in text.files)
     return not config.data.cache and tokenizer.identity == "bytes" and size <= _SMALL_BYTES
 
 
@@ -115,25 +115,25 @@ def _wait(folder: Folder) -> Corpus:
     return corpus
 
 
-def _open_or_build(place: TokensPlace, folder: Folder, tokenizer: Tokenizer, told: Told) -> Corpus:
+def _open_or_build(text: CachedText, folder: Folder, tokenizer: Tokenizer, log: Log) -> Corpus:
     corpus = open_corpus(folder)
     if corpus is not None:
         return corpus
     with _lock(folder):
         if folder.read(INDEX) is None:  # nobody built it while this process waited for the lock
-            told = untold if isinstance(folder, MemoryFolder) else told
-            _build(place, folder, tokenizer, told)
+            log = silent if isinstance(folder, MemoryFolder) else log
+            _build(text, folder, tokenizer, log)
         return open_corpus(folder)
 
 
-def _build(place: TokensPlace, folder: Folder, tokenizer: Tokenizer, told: Told) -> None:
-    pieces = pieces_of(place.files)
+def _build(text: CachedText, folder: Folder, tokenizer: Tokenizer, log: Log) -> None:
+    pieces = pieces_of(text.files)
     left = missing(folder, pieces)
     if left:
-        told(f"data: tokenising {sum(len(piece.files) for piece in left)} files into {folder}, once")
+        log(f"data: tokenising {sum(len(piece.files) for piece in left)} files into {folder}, once")
     for piece in left:
-        build_piece(piece, place.text_key, tokenizer, folder, told)
-    finish(folder, place.files, token_type(tokenizer.vocabulary_size))
+        build_piece(piece, text.text_key, tokenizer, folder, log)
+    finish(folder, text.files, token_type(tokenizer.vocabulary_size))
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Corpus:
         return replace(self, index=index, digest=digest_of([self.digest], index))
 
     def read(self, starts: Int64[np.ndarray, "runs"], sizes: Int64[np.ndarray, "runs"]) -> list[np.ndarray]:
-        """Runs of tokens, each within one document, by place and size."""
+        """Runs of tokens, each within one document, by offset and size."""
         shards = np.searchsorted(self.shard_starts, starts, side="right") - 1
         first = (starts - self.shard_starts[shards]) * self.kind.itemsize
         stop = first + sizes * self.kind.itemsize
@@ -55,14 +55,14 @@ class Corpus:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """A few documents of several corpora, one after the other; only their sizes and places are in memory.
+    """A few documents of several corpora, one after the other; only their sizes and offsets are in memory.
 
-    It is read like one corpus, whose places count only the tokens of these documents.
+    It is read like one corpus, whose offsets count only the tokens of these documents.
     """
 
     corpora: Sequence[Corpus]
     owners: Int64[np.ndarray, "documents"]
-    places: Int64[np.ndarray, "documents"]
+    offsets: Int64[np.ndarray, "documents"]
     index: Index
 
     @property
@@ -71,14 +71,14 @@ class HeldOutText:
         return self.index.tokens
 
     def read(self, starts: Int64[np.ndarray, "runs"], sizes: Int64[np.ndarray, "runs"]) -> list[np.ndarray]:
-        """Runs of tokens, each within one document, by place and size."""
+        """Runs of tokens, each within one document, by offset and size."""
         begins = np.cumsum(self.index.sizes) - self.index.sizes
         documents = np.searchsorted(begins, starts, side="right") - 1
-        places, owners = self.places[documents] + starts - begins[documents], self.owners[documents]
+        offsets, owners = self.offsets[documents] + starts - begins[documents], self.owners[documents]
         found: list[Any] = [None] * len(starts)
         for owner in np.unique(owners):
             mine = np.flatnonzero(owners == owner)
-            for run, tokens in zip(mine.tolist(), self.corpora[owner].read(places[mine], sizes[mine]), strict=True):
+            for run, tokens in zip(mine.tolist(), self.corpora[owner].read(offsets[mine], sizes[mine]), strict=True):
                 found[run] = tokens
         return found
 
@@ -90,15 +90,15 @@ class HeldOutText:
 
 def sample(corpora: Sequence[Corpus], choices: Sequence[Choice]) -> HeldOutText:
     """The chosen documents of each corpus."""
-    owners, places, sizes = [], [], []
+    owners, offsets, sizes = [], [], []
     for owner, (corpus, choice) in enumerate(zip(corpora, choices, strict=True)):
         for run in corpus.index.select(choice).runs():
             owners.append(np.full(len(run.sizes), owner))
-            places.append(run.starts)
+            offsets.append(run.starts)
             sizes.append(run.sizes)
     sizes = np.concatenate(sizes)
     return HeldOutText(
-        corpora, np.concatenate(owners), np.concatenate(places), Index(sizes, np.zeros(len(sizes), np.uint64))
+        corpora, np.concatenate(owners), np.concatenate(offsets), Index(sizes, np.zeros(len(sizes), np.uint64))
     )
 
 
@@ -142,7 +142,7 @@ def tokens_name(piece: int, shard: int) -> str:
 
 
 def digest_of(before: Iterable[str], index: Index) -> str:
-    """A short hash of texts, and of places and sizes of documents."""
+    """A short hash of texts, and of offsets and sizes of documents."""
     found = hashlib.sha256()
     for text in before:
         found.update(text.encode())

@@ -159,14 +159,14 @@ def _rows_by_best_fit(sizes: Int64[np.ndarray, "pieces"], length: int) -> Int64[
     found = np.empty(len(sizes), np.int64)
     rooms = _Rooms(length)
     negative, first, counts = np.unique(-sizes, return_index=True, return_counts=True)
-    for size, place, count in zip((-negative).tolist(), first.tolist(), counts.tolist(), strict=True):
-        stop = place + count
-        while place < stop:
+    for size, index, count in zip((-negative).tolist(), first.tolist(), counts.tolist(), strict=True):
+        stop = index + count
+        while index < stop:
             row, room = rooms.take(size)
-            taken = min(room // size, stop - place)
-            found[place : place + taken] = row
+            taken = min(room // size, stop - index)
+            found[index : index + taken] = row
             rooms.give(row, room - taken * size)
-            place += taken
+            index += taken
     return found
 
 
@@ -258,8 +258,8 @@ class PackedRows:
         rows = np.asarray(rows, np.int64)
         owners = np.searchsorted(self.starts, rows, side="right") - 1
         for index in np.unique(owners):
-            places = np.flatnonzero(owners == index)
-            _fill(batch, places, self.parts[index], rows[places] - self.starts[index], columns)
+            targets = np.flatnonzero(owners == index)
+            _fill(batch, targets, self.parts[index], rows[targets] - self.starts[index], columns)
         return batch
 
     def digest(self) -> str:
@@ -269,19 +269,19 @@ class PackedRows:
         return "-".join(f"{part.digest}:{part.weight:g}" for part in self.parts)
 
 
-def _fill(batch: Batch, places: np.ndarray, part: Part, numbers: np.ndarray, columns: np.ndarray) -> None:
-    """Fills rows `places` of the batch with rows `numbers` of a part. One read fetches all: URLs are slow."""
+def _fill(batch: Batch, targets: np.ndarray, part: Part, numbers: np.ndarray, columns: np.ndarray) -> None:
+    """Fills rows `targets` of the batch with rows `numbers` of a part. One read fetches all: URLs are slow."""
     (starts, sizes, more), counts = part.packing.rows(numbers)
     found = iter(zip(part.corpus.read(starts, sizes + more), sizes.tolist(), strict=True))
-    for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+    for target, count in zip(targets.tolist(), counts.tolist(), strict=True):
         column = 0
         for segment in range(count):
             tokens, size = next(found)
             stop = column + size
-            batch.tokens[place, column:stop] = tokens[:size]
-            batch.positions[place, column:stop] = columns[:size]
-            batch.segment_ids[place, column:stop] = segment
-            batch.labels[place, column : column + len(tokens) - 1] = tokens[1:]
+            batch.tokens[target, column:stop] = tokens[:size]
+            batch.positions[target, column:stop] = columns[:size]
+            batch.segment_ids[target, column:stop] = segment
+            batch.labels[target, column : column + len(tokens) - 1] = tokens[1:]
             column = stop
 
 

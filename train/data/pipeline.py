@@ -12,7 +12,7 @@ from train.data.cache import open_corpora
 from train.data.corpus import Corpus, HeldOutText, sample
 from train.data.held_out import HeldOut, check_held_out, hold_out
 from train.data.packing import Batch, PackedRows, pack_corpora
-from train.data.sources import Told, list_files, resolved, untold
+from train.data.sources import Log, list_files, resolved, silent
 from train.data.storage import RemoteFolder
 from train.data.tokenizer import load_tokenizer
 
@@ -24,33 +24,33 @@ _CYCLE = 2**14
 _MANY_PASSES = 2**16
 
 
-def training_rows(config: Config, told: Told = untold) -> PackedRows:
-    """The packed rows of the training documents; `told` gets a line about omitted files.
+def training_rows(config: Config, log: Log = silent) -> PackedRows:
+    """The packed rows of the training documents; `log` gets a line about omitted files.
 
     If several processes share a cache at a URL, all of them must call this together.
 
     Raises FileNotFoundError and ValueError for missing, empty, unreadable or too little text.
     """
     tokenizer = load_tokenizer(config.data)
-    corpora = open_corpora(config, tokenizer, told)
+    corpora = open_corpora(config, tokenizer, log)
     trained = [corpus.select(out.trained) for corpus, out in zip(corpora, _held_out(config, corpora), strict=True)]
     weights = [part.weight for part in config.data.parts]
     return pack_corpora(trained, weights, config.train.length, config.data.packing, tokenizer.padding)
 
 
-def held_out_sample(config: Config, told: Told = untold) -> HeldOutText:
-    """The held-out documents, by part of the mixture, file and place in it; each is read on demand.
+def held_out_sample(config: Config, log: Log = silent) -> HeldOutText:
+    """The held-out documents, by part of the mixture, file and offset in it; each is read on demand.
 
     The errors, and the processes that must call it, are those of `training_rows`.
     """
     check_held_out(config.data.held_out)
-    corpora = open_corpora(config, load_tokenizer(config.data), told)
+    corpora = open_corpora(config, load_tokenizer(config.data), log)
     return sample(corpora, [out.out for out in _held_out(config, corpora)])
 
 
-def held_out_documents(config: Config, told: Told = untold) -> list[np.ndarray]:
+def held_out_documents(config: Config, log: Log = silent) -> list[np.ndarray]:
     """The tokens of every document of `held_out_sample`."""
-    return held_out_sample(config, told).documents()
+    return held_out_sample(config, log).documents()
 
 
 def _held_out(config: Config, corpora: Sequence[Corpus]) -> list[HeldOut]:
@@ -68,19 +68,19 @@ def warnings_of_shared_text(config: Config) -> list[str]:
     for name, stage in zip(config.stage_names, config.every_stage, strict=True):
         if config.data.held_out and stage.data != config.data:
             ours, measured = _documents_of(stage.data), _documents_of(config.data)
-            shared = sorted(_places(ours) & _places(measured))
+            shared = sorted(_locations(ours) & _locations(measured))
             found += [_shared_text(name, shared)] if shared and ours != measured else []
     return found
 
 
 def _documents_of(data: DataConfig) -> tuple:
-    """What determines the held-out documents: the files of every part, by name and place, and their number."""
+    """What determines the held-out documents: the files of every part, by name and location, and their number."""
     parts = [[(file.name, resolved(file.path)) for file in part] for part in list_files(data)]
     return parts, data.held_out, data.held_out_tokens
 
 
-def _places(documents: tuple) -> set[str]:
-    return {place for part in documents[0] for _, place in part}
+def _locations(documents: tuple) -> set[str]:
+    return {location for part in documents[0] for _, location in part}
 
 
 def _shared_text(stage: str, shared: Sequence[str]) -> str:
@@ -104,9 +104,9 @@ class Mixture:
     counts: Int64[np.ndarray, "parts"]
 
     def __call__(self, number: int) -> tuple[int, int]:
-        cycle, place = divmod(int(number), len(self.owners))
-        owner = int(self.owners[place])
-        return owner, cycle * int(self.counts[owner]) + int(self.ranks[place])
+        cycle, index = divmod(int(number), len(self.owners))
+        owner = int(self.owners[index])
+        return owner, cycle * int(self.counts[owner]) + int(self.ranks[index])
 
 
 def mix(shares: Sequence[float]) -> Mixture:
@@ -131,8 +131,8 @@ def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(No
     often as needed; `Mixture` defines how parts are interleaved. Weights count tokens: a part with emptier rows,
     because best-fit left padding, gets more rows.
 
-    ``get_state()`` and ``set_state(state)`` save and restore the place in the stream: the number of the next batch, so
-    that nothing is read again.
+    ``get_state()`` and ``set_state(state)`` save and restore the position in the stream, which is the number of the
+    next batch, so nothing is read again.
     """
     import grain
 

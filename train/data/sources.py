@@ -14,11 +14,11 @@ from train.data.storage import find, is_url, open_url
 
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
-Told = Callable[[str], Any]
+Log = Callable[[str], Any]
 """Takes progress messages for the user: what is left out, what takes long."""
 
 
-def untold(_: str) -> None:
+def silent(_: str) -> None:
     """Tells nobody."""
 
 
@@ -31,8 +31,8 @@ class SourceFile(NamedTuple):
     stamp: str
 
 
-def all_documents(config: DataConfig, told: Told = untold) -> list[Document]:
-    """All documents, by part of the mixture, file and place in it, held-out ones too; empty ones are left out.
+def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
+    """All documents, by part of the mixture, file and offset in it, held-out ones too; empty ones are left out.
 
     They are all in memory, and not tokenised: for reading them, or for a small corpus. Damaged files are reported and
     left out.
@@ -40,10 +40,10 @@ def all_documents(config: DataConfig, told: Told = untold) -> list[Document]:
     Raises FileNotFoundError for a path that names nothing, and ValueError if no text can be read.
     """
     parts = zip(list_files(config), config.parts, strict=True)
-    return [document for files, part in parts for document in _readable(files, part.text_key, told)]
+    return [document for files, part in parts for document in _readable(files, part.text_key, log)]
 
 
-def _readable(files: Sequence[SourceFile], text_key: str, told: Told) -> list[Document]:
+def _readable(files: Sequence[SourceFile], text_key: str, log: Log) -> list[Document]:
     found: list[Document] = []
     corrupt: dict[str, str] = {}
     for file in files:
@@ -53,7 +53,7 @@ def _readable(files: Sequence[SourceFile], text_key: str, told: Told) -> list[Do
             corrupt[file.path] = str(error)
         else:
             found += [document for document in inside if document.text]
-    report_corrupt(corrupt, len(files), told)
+    report_corrupt(corrupt, len(files), log)
     if not found:
         raise no_text(files)
     return found
@@ -65,7 +65,7 @@ def read(file: SourceFile, text_key: str) -> Iterator[Document]:
         yield Document(file.name + label, text)
 
 
-def report_corrupt(corrupt: dict[str, str], files: int, told: Told, shown: int = 5) -> None:
+def report_corrupt(corrupt: dict[str, str], files: int, log: Log, shown: int = 5) -> None:
     """Reports which files were left out and why, or raises ValueError if none is left."""
     if not corrupt:
         return
@@ -74,7 +74,7 @@ def report_corrupt(corrupt: dict[str, str], files: int, told: Told, shown: int =
     listed = f"{', '.join(named)}{more}"
     if len(corrupt) == files:
         raise ValueError(f"data: none of the files can be read, {files} in all: {listed}")
-    told(f"data: {len(corrupt)} of {files} files are damaged and left out: {listed}")
+    log(f"data: {len(corrupt)} of {files} files are damaged and left out: {listed}")
 
 
 def no_text(files: Sequence[SourceFile]) -> ValueError:
@@ -127,10 +127,10 @@ def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
     seen: set[str] = set()
     for pattern in patterns:
         for file in _matches(pattern):
-            place = resolved(file.path)
-            if place in seen:  # under two names it could be both trained on and held out
+            location = resolved(file.path)
+            if location in seen:  # under two names it could be both trained on and held out
                 continue
-            seen.add(place)
+            seen.add(location)
             if not is_readable(file.path):
                 raise ValueError(f"data.paths: {file.path} has no known format (known: {known_formats()})")
             if files.setdefault(file.name, file) is not file:

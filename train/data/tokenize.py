@@ -17,9 +17,9 @@ import numpy as np
 from train.config import Config, DataConfig
 from train.config.settings.checks import check
 from train.data.building import Piece, build_piece, finish, missing, pieces_of
-from train.data.cache import TokensPlace, cache_of, is_forgotten, places_of
+from train.data.cache import CachedText, cache_of, cached_texts, is_forgotten
 from train.data.corpus import INDEX, open_corpus
-from train.data.sources import Told, report_corrupt
+from train.data.sources import Log, report_corrupt
 from train.data.storage import folder_at, is_url
 from train.data.tokenizer import Tokenizer, load_tokenizer, token_type
 
@@ -39,7 +39,7 @@ class _PieceOrder(NamedTuple):
     piece: Piece
 
 
-def tokenize(config: Config, told: Told = print, job: Job | None = None, workers: int | None = None) -> None:
+def tokenize(config: Config, log: Log = print, job: Job | None = None, workers: int | None = None) -> None:
     """Builds this job's pieces of the cache that `fit` would build, and the index when the pieces of all jobs exist.
 
     A piece is a file, or several small ones. Complete pieces are not built again; of an incomplete piece, the complete
@@ -53,19 +53,19 @@ def tokenize(config: Config, told: Told = print, job: Job | None = None, workers
     """
     check(workers is None or workers > 0, f"--workers must be positive, found {workers}")
     tokenizer = load_tokenizer(config.data)
-    places = _kept(config, tokenizer)
-    if not places:
-        told("data: encoding so few bytes is faster than reading a cache, so fit has none; set data.cache to have one")
+    texts = _kept(config, tokenizer)
+    if not texts:
+        log("data: encoding so few bytes is faster than reading a cache, so fit has none; set data.cache to have one")
         return
-    tasks = [_PieceOrder(place.path, place.text_key, piece) for place in places for piece in pieces_of(place.files)]
-    absent = {(p.path, piece.number) for p in places for piece in missing(p.folder(), pieces_of(p.files))}
+    tasks = [_PieceOrder(text.path, text.text_key, piece) for text in texts for piece in pieces_of(text.files)]
+    absent = {(p.path, piece.number) for p in texts for piece in missing(p.folder(), pieces_of(p.files))}
     mine = [tasks[index] for index in share([task.piece.size for task in tasks], job or Job())]
     left = [task for task in mine if (task.folder, task.piece.number) in absent]
-    told(f"data: {len(left)} of {len(mine)} pieces of this job, {len(tasks)} in all, are to be tokenised")
+    log(f"data: {len(left)} of {len(mine)} pieces of this job, {len(tasks)} in all, are to be tokenised")
     for done, _ in enumerate(_built(config.data, left, workers or _cores()), start=1):
-        told(f"data: {done} of {len(left)} pieces are done")
-    for place in places:
-        _finish(place, token_type(tokenizer.vocabulary_size), told)
+        log(f"data: {done} of {len(left)} pieces are done")
+    for text in texts:
+        _finish(text, token_type(tokenizer.vocabulary_size), log)
 
 
 def _cores() -> int:
@@ -73,27 +73,27 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _kept(config: Config, tokenizer: Tokenizer) -> list[TokensPlace]:
+def _kept(config: Config, tokenizer: Tokenizer) -> list[CachedText]:
     """The places of the text of all stages, each once, whose tokens `fit` would cache."""
     found = {}
     for stage in config.every_stage:
-        places = places_of(stage, tokenizer)
-        if is_url(cache_of(stage)) or not is_forgotten(stage, places, tokenizer):
-            found |= {place.path: place for place in places}
+        texts = cached_texts(stage, tokenizer)
+        if is_url(cache_of(stage)) or not is_forgotten(stage, texts, tokenizer):
+            found |= {text.path: text for text in texts}
     return list(found.values())
 
 
-def _finish(place: TokensPlace, kind: np.dtype, told: Told) -> None:
-    folder, pieces = place.folder(), pieces_of(place.files)
+def _finish(text: CachedText, kind: np.dtype, log: Log) -> None:
+    folder, pieces = text.folder(), pieces_of(text.files)
     absent = missing(folder, pieces)
     if absent:
-        told(f"data: {folder}: {len(absent)} of {len(pieces)} pieces, of other jobs, are still missing")
+        log(f"data: {folder}: {len(absent)} of {len(pieces)} pieces, of other jobs, are still missing")
         return
     if folder.read(INDEX) is None:
-        finish(folder, place.files, kind)
+        finish(folder, text.files, kind)
     corpus = open_corpus(folder)
-    report_corrupt(corpus.corrupt, corpus.files, told)
-    told(f"data: {folder} is complete: {corpus.tokens:,} tokens")
+    report_corrupt(corpus.corrupt, corpus.files, log)
+    log(f"data: {folder} is complete: {corpus.tokens:,} tokens")
 
 
 def share(sizes: Sequence[int], job: Job) -> list[int]:

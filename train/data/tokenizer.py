@@ -122,9 +122,11 @@ def ends_of_text(config: DataConfig, tokenizer: Tokenizer) -> frozenset[int]:
     if config.tokenizer.endswith("tokenizer.json"):
         system, path = open_url(config.tokenizer, "data.tokenizer")
         for name in ("config.json", "generation_config.json"):
-            place = posixpath.join(posixpath.dirname(path), name)
-            told = _read_json(system.cat_file(place), place).get("eos_token_id") if system.isfile(place) else None
-            found |= {end for end in (told if isinstance(told, list) else [told]) if type(end) is int}
+            location = posixpath.join(posixpath.dirname(path), name)
+            ends = (
+                _read_json(system.cat_file(location), location).get("eos_token_id") if system.isfile(location) else None
+            )
+            found |= {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
     return frozenset(found)
 
 

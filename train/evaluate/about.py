@@ -37,6 +37,6 @@ def read_versions(directory: Path) -> dict[str, str]:
 
     The versions are those of this machine if nothing was trained.
     """
-    place = directory / "versions.json"
-    trained = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else own_versions()
+    location = directory / "versions.json"
+    trained = json.loads(location.read_text(encoding="utf-8")) if location.is_file() else own_versions()
     return {**trained, "cpu": processor()}

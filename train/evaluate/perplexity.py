@@ -167,7 +167,7 @@ def _by_position(sums: Float[np.ndarray, "length"], windows: Windows) -> tuple[t
 def scoring(predictor: Predictor, rows: int, length: int) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     """A batch's jitted program, and the shapes of its arguments after the parameters.
 
-    `(parameters, tokens [rows, length + 1], weights [rows, length]) -> summed NLL at each place [length]`
+    `(parameters, tokens [rows, length + 1], weights [rows, length]) -> summed NLL at each position [length]`
     """
 
     def place_nll(parameters, tokens, weights):
@@ -185,7 +185,7 @@ def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:
 
 
 def _nll_by_place(score: Callable, parameters: Any, windows: Windows, rows: int) -> Float[np.ndarray, "length"]:
-    """The sum of NLL over windows at each place, in float64; the last batch is filled up with windows of weight 0."""
+    """Sums of NLL over windows by position, in float64; the last batch is filled up with windows of weight 0."""
     missing = _batches(windows, rows) * rows - len(windows.tokens)
     filled = [np.pad(values, ((0, missing), (0, 0))) for values in windows]
     batches = zip(*(np.split(values, len(values) // rows) for values in filled), strict=True)

@@ -1,6 +1,6 @@
 """A trained model as pure functions, and its uses: the loss of the next tokens, and the likeliest tokens.
 
-Logits are computed only for the needed places, one part at a time. So no array of [rows, length, vocabulary] is kept,
+Logits are computed only for needed positions, one part at a time. So no array of [rows, length, vocabulary] is kept,
 however long the rows are.
 """
 

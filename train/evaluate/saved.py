@@ -79,10 +79,10 @@ def _tell(
     console.print(f"figures: {target / 'index.html'} · numbers: {target / EVALUATION}")
 
 
-def _comparable(place: Path, rows: Sequence[report.Row]) -> list[report.Row]:
+def _comparable(location: Path, rows: Sequence[report.Row]) -> list[report.Row]:
     """The rows of earlier evaluations under other labels, if they were measured on the same text as `rows`."""
     found: dict[str, list[report.Row]] = {}
-    for row in read_rows(place) if place.exists() else ():
+    for row in read_rows(location) if location.exists() else ():
         found.setdefault(row["label"], []).append(row)
     new = {row["label"] for row in rows}
     return [row for label, own in found.items() if label not in new and _on_same_text(own, rows) for row in own]
@@ -113,7 +113,7 @@ def measure_runs(
     runs: Sequence[SavedRun],
     held_out: Sequence[np.ndarray],
     entries: Sequence[SchemeConfig],
-    told: Callable[[str], Any] = lambda _: None,
+    log: Callable[[str], Any] = lambda _: None,
 ) -> list[list[report.Row]]:
     """Measures several runs of one model and one scheme under each of `entries`; the rows of every run.
 
@@ -131,7 +131,7 @@ def measure_runs(
         with on(mesh):
             for number, row in _rows(found, held_out, entry, mesh):
                 rows[number].append(row)
-                told(_in_words(row))
+                log(_in_words(row))
     return rows
 
 
@@ -202,9 +202,9 @@ def _costs(directory: Path, entry: SchemeConfig) -> dict[str, Any]:
     }
 
 
-def _training(place: str | Path) -> dict[str, list] | None:
+def _training(location: str | Path) -> dict[str, list] | None:
     """The held-out loss during training, by the tokens seen; None if it was not measured."""
-    measured = [line for line in read_metrics(path(place)) if line.get("held_out_loss") is not None]
+    measured = [line for line in read_metrics(path(location)) if line.get("held_out_loss") is not None]
     return {key: [line[key] for line in measured] for key in ("tokens", "held_out_loss")} if measured else None
 
 
@@ -288,11 +288,11 @@ def check_causal(config: Config) -> None:
         )
 
 
-def write_rows(place: Path, rows: Sequence[report.Row]) -> None:
+def write_rows(location: Path, rows: Sequence[report.Row]) -> None:
     """Writes rows as JSON lines, atomically."""
-    write_file(place, "".join(json.dumps(row) + "\n" for row in rows))
+    write_file(location, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_rows(place: Path) -> list[dict[str, Any]]:
+def read_rows(location: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines."""
-    return [json.loads(line) for line in place.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in location.read_text(encoding="utf-8").splitlines()]

@@ -57,7 +57,7 @@ def search(
     population: int = 64,
     iterations: int = 40,
     seed: int = 0,
-    told: Callable[[str], Any] = print,
+    log: Callable[[str], Any] = print,
 ) -> LongRoPE:
     """Searches the long list for the RoPE of a run or a released model at ``length`` tokens.
 
@@ -87,8 +87,8 @@ def search(
     decide(lambda: _keep(folder, {"extend": extension, "fitness": found.fitness}))
     if jax.process_index() == 0:
         for number, value in enumerate(found.history):
-            told(f"iteration {number}: {value:.4f} nats per token")
-        told(f"extend: {json.dumps(extension)}")
+            log(f"iteration {number}: {value:.4f} nats per token")
+        log(f"extend: {json.dumps(extension)}")
     return found.rule
 
 

@@ -24,7 +24,7 @@ COLOUR_COUNT = 4
 
 
 class Example(NamedTuple):
-    """One example, or a batch of them: tokens, the target of each place, and the mask of places that have a target.
+    """One example, or a batch of them: tokens, the target of each position, and the mask of those that have one.
 
     ``grid`` is the (row, column) of every token of a grid, from 1, and (0, 0) elsewhere; None for strings.
     """
@@ -49,7 +49,7 @@ def parity(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
 
 
 def cycle_navigation(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
-    """R. Where does a walk end that starts at place 0 of 5 on a circle? Symbols: a step back, none, a step ahead."""
+    """R. Where does a walk end that starts at position 0 of 5 on a circle? Symbols: a step back, none, a step ahead."""
     symbols = jax.random.randint(key, size, 0, 3)
     return _ask(symbols, length, 1, jnp.sum(symbols - 1, where=jnp.arange(size) < length) % 5)
 
@@ -69,10 +69,10 @@ def bucket_sort(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Examp
 def missing_duplicate(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
     """CS. Which symbol of ``w w``, w over {a, b}, is replaced by a third symbol? The length is even, at least 2."""
     half = jnp.maximum(length // 2, 1)
-    for_symbols, for_place = jax.random.split(key)
+    for_symbols, for_position = jax.random.split(key)
     symbols = jax.random.randint(for_symbols, size, 0, 2)[jnp.arange(size) % half]
-    place = jax.random.randint(for_place, (), 0, 2 * half)
-    return _ask(symbols.at[place].set(2), 2 * half, 1, symbols[place])
+    position = jax.random.randint(for_position, (), 0, 2 * half)
+    return _ask(symbols.at[position].set(2), 2 * half, 1, symbols[position])
 
 
 def _ask(symbols, length, slots, answers) -> Example:

@@ -32,7 +32,7 @@ def build(entry: SchemeConfig, config: TasksConfig) -> tuple[nn.DecoderConfig, R
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def place(rule: Rule, key: Key[Array, ""], example: Example, training: bool) -> dict[str, Array]:
+def positions_of(rule: Rule, key: Key[Array, ""], example: Example, training: bool) -> dict[str, Array]:
     """The positions of a batch's tokens, as keyword arguments of ``Decoder``.
 
     With two axes a token of a grid is at (row, column), with three at (time, row, column): the question at 0, the grid
@@ -45,10 +45,10 @@ def place(rule: Rule, key: Key[Array, ""], example: Example, training: bool) -> 
         shown = example.grid.any(-1, keepdims=True).astype(jnp.int32)
         return {"coordinates": jnp.concatenate([shown, example.grid], axis=-1)[..., -rule:]}
     batch, size = example.tokens.shape
-    for_rule, for_places = jax.random.split(key)
+    for_rule, for_gaps = jax.random.split(key)
     drawn = rule.draw(for_rule, batch, size) if training else rule.evaluate(size, key=for_rule, batch=batch)
     if training and drawn.positions is not None:
-        drawn = drawn._replace(positions=_leave_out(for_places, drawn.positions, example.tokens != PAD))
+        drawn = drawn._replace(positions=_leave_out(for_gaps, drawn.positions, example.tokens != PAD))
     return {name: value for name, value in drawn._asdict().items() if value is not None}
 
 
@@ -63,13 +63,13 @@ def _leave_out(
 
 def draw(task: Language, rule: Rule, key: Key[Array, ""], batch: int, length: int, training: bool):
     """A batch of examples, in training of all lengths up to the given one, and the positions of their tokens."""
-    for_example, for_place = jax.random.split(key)
+    for_example, for_positions = jax.random.split(key)
     example = task.sample(for_example, batch, length, training)
-    return example, place(rule, for_place, example, training)
+    return example, positions_of(rule, for_positions, example, training)
 
 
 def check_fit(task: Language, entry: SchemeConfig, config: TasksConfig) -> None:
-    """Raises ValueError for a scheme that cannot be built, or that cannot place or read examples of some length."""
+    """Raises ValueError for a scheme that cannot be built, or that refuses positions or a length of the examples."""
     longest, lengths = config.lengths(task)
     decoder, rule = build(entry, config)
     graph, state = nnx.split(nnx.eval_shape(lambda: nn.Decoder(decoder, rngs=nnx.Rngs(0))))

@@ -89,11 +89,11 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         return finished
     check_monitor(config)
     enable_compilation_cache(config.monitor.compilation_cache)
-    told = print if progress and jax.process_index() == 0 else lambda _: None
+    log = print if progress and jax.process_index() == 0 else lambda _: None
     # Not shown to a resumed run: with flags other than those it began with it would not be the same bit for bit.
     if not is_started(directory) and (advice := flags.advice(jax.devices()[0].device_kind)):
-        told(advice)
-    stages = prepare(config, told)
+        log(advice)
+    stages = prepare(config, log)
     create_run(config, directory)
     corpora = [stage.rows.digest() for stage in stages]
     with ExitStack() as stack:
@@ -125,8 +125,8 @@ def write_result(result: FitResult) -> None:
 
 def read_result(directory: str | Path) -> FitResult | None:
     """The result of a finished run; None when it is not finished."""
-    place = path(directory) / "fit.json"
-    values = decide(lambda: json.loads(place.read_text()) if place.exists() else None)
+    location = path(directory) / "fit.json"
+    values = decide(lambda: json.loads(location.read_text()) if location.exists() else None)
     return FitResult(path(directory), **values) if values else None
 
 
@@ -158,7 +158,7 @@ class Stage:
         return global_batch(self.mesh, jax.tree.map(self.layout.apply, batch), rows, part)
 
 
-def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
+def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
     """All stages of a config, traced and checked against each other before any text is read, without compiling."""
     check_distinct("stages", config.stage_names, "give one of them its own name")
     built: list[tuple[Config, Mesh, Program]] = []
@@ -166,14 +166,14 @@ def prepare(config: Config, told: Any = lambda _: None) -> list[Stage]:
         try:
             built.append(_build(stage, built[-1][0] if built else None))
             if whole := replicated_parameters(stage, built[-1][1]):
-                told(f"warning: {whole}")
+                log(f"warning: {whole}")
         except ValueError as error:
             raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
     for line in decide(lambda: warnings_of_shared_text(config)):
-        told(f"warning: {line}")
+        log(f"warning: {line}")
     firsts = itertools.accumulate((own.train.steps for own, _, _ in built), initial=0)
     return [
-        Stage(number, first, own, mesh, program, placement(own, mesh).layout, training_rows(own, told), _held_out(own))
+        Stage(number, first, own, mesh, program, placement(own, mesh).layout, training_rows(own, log), _held_out(own))
         for number, (first, (own, mesh, program)) in enumerate(zip(firsts, built, strict=False))
     ]
 
@@ -275,8 +275,8 @@ class Run:
             state, metrics = stage.program.update(state, stage.on_devices(batch, train.rows, stage.part))
             step += 1
             self.monitor.after(step, metrics.loss)
-            told = reached_preemption(step, self.stop)
-            last = told or step == stage.last_step
+            is_asked = reached_preemption(step, self.stop)
+            last = is_asked or step == stage.last_step
             if step == warm:
                 jax.block_until_ready(metrics)
                 self.monitor.begin()

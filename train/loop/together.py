@@ -75,10 +75,10 @@ def check_together(configs: Sequence[Config]) -> None:
 
 @dataclass(frozen=True)
 class _Trained:
-    """The result of one training: its last state, its place in the data, and its metrics."""
+    """The result of one training: its last state, its position in the data, and its metrics."""
 
     state: TrainState
-    place: Any
+    position: Any
     lines: list[dict[str, Any]]
 
 
@@ -103,10 +103,10 @@ def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) ->
     return [found[n] for n in range(len(seeds))]
 
 
-def _taken(number: int, states: TrainState, place: Any, lines: list[dict[str, Any]]) -> _Trained:
+def _taken(number: int, states: TrainState, position: Any, lines: list[dict[str, Any]]) -> _Trained:
     """The result of one training at this point, while the others continue."""
     own = jax.device_get(jax.tree.map(lambda leaf: leaf[number], states))
-    return _Trained(jax.tree.map(jnp.asarray, own), place, lines)
+    return _Trained(jax.tree.map(jnp.asarray, own), position, lines)
 
 
 def _save(config: Config, digest: str, trained: _Trained) -> FitResult:
@@ -120,7 +120,7 @@ def _save(config: Config, digest: str, trained: _Trained) -> FitResult:
     with closing(MetricsLog(directory)) as log, Checkpoints(config, directory, [digest]) as checkpoints:
         for line in trained.lines:
             log.write(**line)
-        checkpoints.save(steps, 0, trained.state, trained.place)
+        checkpoints.save(steps, 0, trained.state, trained.position)
     write_result(result)
     return result
 

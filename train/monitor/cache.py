@@ -21,11 +21,11 @@ def enable_compilation_cache(setting: str) -> str | None:
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
-    place = os.environ.get(_VARIABLE) or _place(setting)
-    if place != jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", place)
+    folder = os.environ.get(_VARIABLE) or _folder_of(setting)
+    if folder != jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.reset_cache()  # JAX decides once per process where the cache is
-    return place
+    return folder
 
 
 def user_cache() -> Path:
@@ -34,7 +34,7 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "posjax" / "xla"
 
 
-def _place(setting: str) -> str | None:
+def _folder_of(setting: str) -> str | None:
     if not setting or "://" in setting:
         return setting or None
     folder = user_cache() if setting == "auto" else Path(setting).absolute()

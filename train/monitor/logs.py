@@ -19,12 +19,12 @@ class MetricsLog:
     """
 
     def __init__(self, directory: Path):
-        place = _parts(directory)[-1]
-        kept = place.read_bytes() if place.exists() else b""
+        location = _parts(directory)[-1]
+        kept = location.read_bytes() if location.exists() else b""
         whole = kept[: kept.rfind(b"\n") + 1]
-        self.last: dict[str, Any] = _last_line(whole, place)
-        self._file = place.open("ab") if is_local(place) else _ObjectParts(directory, whole)
-        if is_local(place):
+        self.last: dict[str, Any] = _last_line(whole, location)
+        self._file = location.open("ab") if is_local(location) else _ObjectParts(directory, whole)
+        if is_local(location):
             self._file.truncate(len(whole))
 
     def write(self, step: int, **values: Any) -> None:
@@ -39,12 +39,12 @@ class MetricsLog:
         self._file.close()
 
 
-def _last_line(whole: bytes, place: Path) -> dict[str, Any]:
+def _last_line(whole: bytes, location: Path) -> dict[str, Any]:
     try:
         last = json.loads(whole.splitlines()[-1]) if whole else {"step": 0}
         return {**last, "step": int(last["step"])}
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{place}: its last line holds no metrics; take the line out to resume the run") from None
+        raise ValueError(f"{location}: its last line holds no metrics; take the line out to resume the run") from None
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     An object store cannot append to an object. So there a run writes ``metrics.jsonl`` only until it has 64 KiB, then
     ``metrics/1.jsonl``, and so on: only the newest part is rewritten.
     """
-    content = b"".join(place.read_bytes() for place in _parts(directory) if place.exists())
+    content = b"".join(location.read_bytes() for location in _parts(directory) if location.exists())
     return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
 
 
@@ -93,14 +93,14 @@ class _ObjectParts:
 class _Object:
     """A file in an object store, which cannot append: every `flush` writes the whole file."""
 
-    def __init__(self, place: Path):
-        self._place, self._content = place, bytearray()
+    def __init__(self, location: Path):
+        self._location, self._content = location, bytearray()
 
     def write(self, data: bytes) -> None:
         self._content += data
 
     def flush(self) -> None:
-        self._place.write_bytes(bytes(self._content))
+        self._location.write_bytes(bytes(self._content))
 
     def close(self) -> None:
         self.flush()

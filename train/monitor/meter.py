@@ -25,11 +25,11 @@ from train.runtime.machine import resident_peak_bytes
 
 def count_chips(devices: Sequence[Any]) -> int:
     """The number of chips of the devices. JAX shows a 7x as two devices, which have the same coordinates."""
-    places = {
+    chips = {
         (getattr(device, "slice_index", 0), tuple(getattr(device, "coords", None) or (device.id,)))
         for device in devices
     }
-    return len(places)
+    return len(chips)
 
 
 def peak_memory_bytes() -> int:

@@ -151,10 +151,10 @@ class Monitor:
 
     def _append(self, text: str) -> None:
         """Appends the watchdog's report to a file, one for each process."""
-        place = self._directory / "watchdog" / f"process-{self._process}.txt"
-        place.parent.mkdir(exist_ok=True)
-        before = place.read_text(encoding="utf-8") if place.exists() else ""
-        place.write_text(before + text, encoding="utf-8")
+        location = self._directory / "watchdog" / f"process-{self._process}.txt"
+        location.parent.mkdir(exist_ok=True)
+        before = location.read_text(encoding="utf-8") if location.exists() else ""
+        location.write_text(before + text, encoding="utf-8")
 
 
 def model_flops(train: TrainConfig, decoder: DecoderConfig, segment_ids: np.ndarray | None) -> float | None:

@@ -56,6 +56,6 @@ def copy_files(source: Path, target: Path) -> None:
     """Copies all files under a folder to another place, which may be in an object store."""
     for file in source.rglob("*"):
         if file.is_file():
-            place = target.joinpath(*file.relative_to(source).parts)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(file.read_bytes())
+            location = target.joinpath(*file.relative_to(source).parts)
+            location.parent.mkdir(parents=True, exist_ok=True)
+            location.write_bytes(file.read_bytes())

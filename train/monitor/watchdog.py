@@ -23,7 +23,7 @@ class Watchdog:
         self._seconds, self._write, self._process = seconds, write, process
         self._pending: deque[tuple[int, Any]] = deque()
         self._finished: int | None = None
-        self._since, self._told = time.monotonic(), False
+        self._since, self._has_reported = time.monotonic(), False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -55,11 +55,11 @@ class Watchdog:
             self._finished, moved = self._pending.popleft()[0], True
         if moved:
             self._since = time.monotonic()
-            if self._told:
+            if self._has_reported:
                 self._tell(f"continued: step {self._finished} has finished")
-            self._told = False
-        elif not self._told and time.monotonic() - self._since > self._seconds:
-            self._told = True
+            self._has_reported = False
+        elif not self._has_reported and time.monotonic() - self._since > self._seconds:
+            self._has_reported = True
             self._tell(f"{self._hang()}\n{thread_stacks()}")
 
     def _hang(self) -> str:

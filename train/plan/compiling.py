@@ -16,7 +16,7 @@ from typing import Any
 
 from train.config import Config, MeshConfig, TrainConfig, dump, parse_text
 from train.plan.largest import Buffer, ask_for_report, largest
-from train.plan.pods import GIB, Place, Pod, pod
+from train.plan.pods import GIB, Coordinates, Pod, pod
 from train.runtime.flags import VARIABLE, missing
 from train.runtime.lines import in_a_line
 from train.workshop.schedule.compiling import DoesNotCompile, answer, check_compiler, run_compiler
@@ -63,7 +63,7 @@ class CompiledStep:
     text: str  # the optimised program
     memory: Memory
     axes: dict[str, int]  # of the mesh
-    places: tuple[Place, ...]  # of the devices of its first slice, in order
+    coordinates: tuple[Coordinates, ...]  # of the devices of its first slice, in order
     flags: str | None = None  # of the compiler; None if unknown
     largest: tuple[Buffer, ...] = ()  # of its temporary memory
 
@@ -87,9 +87,9 @@ def compile_step(
         (Path(directory) / "config.yaml").write_text(dump(config), encoding="utf-8")
         reply = _run(directory, on, timeout, flags, kind)
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
-    places = tuple(map(tuple, reply["places"]))
+    coordinates = tuple(map(tuple, reply["coordinates"]))
     buffers = tuple(Buffer(*each) for each in reply["largest"])
-    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], places, flags, buffers)
+    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], coordinates, flags, buffers)
 
 
 def compiler_flags(chip: str, flags: str | None = None) -> str:
@@ -147,7 +147,9 @@ def _child(directory: Path, on: Pod, kind: str) -> dict[str, Any]:
         "memory": vars(_memory(compiled.memory_analysis(), *arguments)),
         "largest": largest(directory),
         "axes": dict(mesh.shape),
-        "places": [(*device.coords, device.core_on_chip) for device in mesh.devices.flat[: on.devices // on.slices]],
+        "coordinates": [
+            (*device.coords, device.core_on_chip) for device in mesh.devices.flat[: on.devices // on.slices]
+        ],
     }
 
 

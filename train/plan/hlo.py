@@ -119,7 +119,7 @@ class Module:
         return [name for name in line.calls if name in self.computations]
 
     def _step(self, body: str, index: int | None) -> int:
-        """The increment per trip of the counter at this place of the loop's state: the sum of what is added to it."""
+        """The increment per trip of the counter at this index of the loop's state: the sum of what is added to it."""
         lines = self.named[body]
         root = next(line for line in lines.values() if line.is_root)
         if index is None or root.opcode != "tuple":
@@ -136,10 +136,10 @@ class Module:
 def _bound(condition: dict[str, Instruction]) -> tuple[int | None, int | None]:
     """The constant that a loop's counter is compared with, and the counter's index in the loop's state."""
     numbers = [number for line in condition.values() if (number := _constant(line)) is not None]
-    places = [line.attribute(r"index=(\d+)") for line in condition.values() if line.opcode == "get-tuple-element"]
+    indices = [line.attribute(r"index=(\d+)") for line in condition.values() if line.opcode == "get-tuple-element"]
     if len(numbers) != 1:
         return None, None
-    return numbers[0], int(places[0]) if len(places) == 1 else None
+    return numbers[0], int(indices[0]) if len(indices) == 1 else None
 
 
 def _constant(line: Instruction) -> int | None:

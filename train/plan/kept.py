@@ -3,7 +3,7 @@
     program.txt    the optimised program: ``compiled.as_text()``
     step.json      {"memory": sizes of ``compiled.memory_analysis()`` in bytes, by its names,
                     "axes":   ``dict(mesh.shape)``,
-                    "places": ``[[*device.coords, device.core_on_chip], ...]``, of the mesh's devices in its order}
+                    "coordinates": ``[[*device.coords, device.core_on_chip], ...]``, of the mesh's devices in its order}
     schedules/     the compiler's dump of its kernels, if that is kept; used for kernels that are not ours
 
 `step.json` may also have ``"tokens"``, of a step over all devices, and ``"flags"``, with which it was compiled, but no
@@ -56,7 +56,7 @@ class StepFile:
 
     memory: Mapping = field(default_factory=dict)
     axes: Mapping = field(default_factory=dict)
-    places: tuple[tuple[int, ...], ...] = ()
+    coordinates: tuple[tuple[int, ...], ...] = ()
     tokens: int | None = None
     flags: str | None = None
 
@@ -71,9 +71,11 @@ class StepFile:
         )
         devices = math.prod(self.axes.values())
         check(
-            bool(self.places) and all(len(place) == 4 for place in self.places) and devices % len(self.places) == 0,
-            f"step.places: expected [x, y, z, core] of each of the {devices} devices of the mesh, or of those of a "
-            f"slice, found {len(self.places)}: {self.places!r:.200}",
+            bool(self.coordinates)
+            and all(len(each) == 4 for each in self.coordinates)
+            and devices % len(self.coordinates) == 0,
+            f"step.coordinates: expected [x, y, z, core] of each of the {devices} devices of the mesh, or of those of "
+            f"a slice, found {len(self.coordinates)}: {self.coordinates!r:.200}",
         )
         check(
             self.tokens is None or self.tokens > 0,
@@ -90,9 +92,15 @@ def keep(folder: Path, step: CompiledStep, tokens: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: getattr(step.memory, own) for own, name in _SIZES.items()}
     own = {name: getattr(step.memory, name) for name in _OWN}
-    told = {"memory": {**sizes, **own}, "axes": step.axes, "places": step.places, "tokens": tokens, "flags": step.flags}
+    values = {
+        "memory": {**sizes, **own},
+        "axes": step.axes,
+        "coordinates": step.coordinates,
+        "tokens": tokens,
+        "flags": step.flags,
+    }
     (folder / PROGRAM).write_text(step.text, encoding="utf-8")
-    (folder / STEP).write_text(json.dumps(told), encoding="utf-8")
+    (folder / STEP).write_text(json.dumps(values), encoding="utf-8")
 
 
 def read(folder: Path, on: Pod) -> Kept:
@@ -102,18 +110,18 @@ def read(folder: Path, on: Pod) -> Kept:
     """
     for name in (PROGRAM, STEP):
         check((folder / name).is_file(), f"--against: {folder}: expected {PROGRAM} and {STEP}, found no {name}")
-    told = _step_file(folder / STEP)
+    file = _step_file(folder / STEP)
     devices = on.devices // on.slices
     check(
-        len(told.places) == devices,
-        f"--against: {folder / STEP}: places: expected those of the {devices} devices of {on.slice_name}, found "
-        f"{len(told.places)}; --topology must be the pod that the step was compiled for",
+        len(file.coordinates) == devices,
+        f"--against: {folder / STEP}: coordinates: expected those of the {devices} devices of {on.slice_name}, found "
+        f"{len(file.coordinates)}; --topology must be the pod that the step was compiled for",
     )
     text = (folder / PROGRAM).read_text(encoding="utf-8")
-    step = CompiledStep(text, _memory(told.memory), dict(told.axes), told.places, told.flags)
+    step = CompiledStep(text, _memory(file.memory), dict(file.axes), file.coordinates, file.flags)
     schedules = folder / SCHEDULES
     found = schedules if schedules.is_dir() else None
-    return Kept(folder.name, step, told.tokens, found)
+    return Kept(folder.name, step, file.tokens, found)
 
 
 def _step_file(path: Path) -> StepFile:

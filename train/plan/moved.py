@@ -32,7 +32,7 @@ def moved_bytes(module: Module, computation: str, line: Instruction) -> float:
     counted, so this is a lower bound.
     """
     named = module.named[computation]
-    read = sum(_read_of(module, line, named.get(name), place) for place, name in enumerate(line.operands))
+    read = sum(_read_of(module, line, named.get(name), index) for index, name in enumerate(line.operands))
     return read + _written(module, named, line)
 
 
@@ -46,31 +46,31 @@ def _size(line: Instruction) -> int:
     return sum(array.bytes for array in line.results if array.in_hbm)
 
 
-def _read_of(module: Module, line: Instruction, operand: Instruction | None, place: int) -> float:
-    """The bytes read of the operand at this place."""
+def _read_of(module: Module, line: Instruction, operand: Instruction | None, index: int) -> float:
+    """The bytes read of the operand at this index."""
     if operand is None or not _size(operand):
         return 0
-    taken = _taken(module, line, place)
+    taken = _taken(module, line, index)
     return _size(operand) if taken is None else min(taken, _size(operand))
 
 
-def _taken(module: Module, line: Instruction, place: int) -> float | None:
-    """The bytes that an instruction takes of its operand at this place; None for all."""
+def _taken(module: Module, line: Instruction, index: int) -> float | None:
+    """The bytes that an instruction takes of its operand at this index; None for all."""
     if line.opcode in ("gather", "dynamic-slice", "slice"):
-        return sum(array.bytes for array in line.results) if place == 0 else None
+        return sum(array.bytes for array in line.results) if index == 0 else None
     if line.opcode == "dynamic-update-slice":
-        return 0 if place == 0 else None
+        return 0 if index == 0 else None
     if line.opcode == "scatter":
-        return None if place else 0  # the target is counted with the writes
+        return None if index else 0  # the target is counted with the writes
     if line.opcode == "fusion" and module.called(line):
-        return _taken_inside(module, module.called(line)[0], place)
+        return _taken_inside(module, module.called(line)[0], index)
     return None
 
 
-def _taken_inside(module: Module, computation: str, place: int) -> float | None:
+def _taken_inside(module: Module, computation: str, index: int) -> float | None:
     """The bytes that a fusion takes of its parameter with this number."""
     lines = module.computations[computation]
-    number = str(place)
+    number = str(index)
     names = {line.name for line in lines if line.opcode == "parameter" and line.arguments == number}
     total = 0.0
     for line in lines:  # operands come before their users

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from train.plan.hlo import Instruction
-from train.plan.pods import DCN_LATENCY, LATENCY, Place, Pod, box
+from train.plan.pods import DCN_LATENCY, LATENCY, Coordinates, Pod, box
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
 
@@ -136,7 +136,7 @@ class Fabric:
 
     pod: Pod
     axes: dict[str, int]
-    places: tuple[Place, ...]  # of a slice's devices, in the order of the mesh
+    coordinates: tuple[Coordinates, ...]  # of a slice's devices, in the order of the mesh
 
     def traffic(self, line: Instruction, kind: str) -> Traffic:
         """What a collective moves and how long it takes by itself."""
@@ -144,7 +144,7 @@ class Fabric:
         return replace(self._traffic(line, kind), dtype=largest.dtype if largest else "")
 
     def _traffic(self, line: Instruction, kind: str) -> Traffic:
-        groups = groups_of(line, len(self.places))
+        groups = groups_of(line, len(self.coordinates))
         moved = _moved(line, kind, len(groups[0]))
         if kind == "collective-permute":
             pairs = [pair for pair in groups if pair[0] != pair[1]]
@@ -176,8 +176,8 @@ class Fabric:
 
     def _links(self, group: Sequence[int]) -> Iterator[tuple[int, float, bool]]:
         """For every dimension along which a group extends: devices, bytes a second one way, whether it is a ring."""
-        places, network = [self.places[device] for device in group], self.pod.network
-        sides = box(places)
+        coordinates, network = [self.coordinates[device] for device in group], self.pod.network
+        sides = box(coordinates)
         if sides is None:  # no box: treated as a row of chips
             yield len(group), network.link * 1e9, False
             return
@@ -206,14 +206,14 @@ class Fabric:
         load: Counter[tuple] = Counter()
         hops = 0
         for source, target in pairs:
-            route = list(self._route(self.places[source], self.places[target]))
+            route = list(self._route(self.coordinates[source], self.coordinates[target]))
             load.update(route)
             hops = max(hops, len(route))
         speed = {link: (self.pod.network.within if link[-1] == "chip" else self.pod.network.link) for link in load}
         slowest = max((count * moved / (speed[link] * 1e9) for link, count in load.items()), default=0.0)
         return slowest + LATENCY * hops
 
-    def _route(self, source: Place, target: Place) -> Iterator[tuple]:
+    def _route(self, source: Coordinates, target: Coordinates) -> Iterator[tuple]:
         here, goal = list(source), list(target)
         for axis, size in enumerate(self.pod.chips_along):
             ahead = goal[axis] - here[axis]

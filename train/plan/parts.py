@@ -71,8 +71,8 @@ class Widths:
         So a vocabulary or hidden width that equals the length is not confused with it.
         """
         tokens = {self.length} | self._split(self.length)
-        place = next((n for n, size in enumerate(shape[:-1]) if size in tokens), None)
-        return shape if place is None else shape[:place] + shape[place + 1 :]
+        index = next((n for n, size in enumerate(shape[:-1]) if size in tokens), None)
+        return shape if index is None else shape[:index] + shape[index + 1 :]
 
     def _split(self, size: int) -> set[int]:
         counts = (n for n in range(1, self.devices + 1) if self.devices % n == 0 and size % n == 0)

@@ -129,7 +129,7 @@ def read_step(
     """
     decoder, train = decoder_config(config), config.train
     share = visited_share(decoder.layers, train.length, decoder.causal)
-    fabric = Fabric(on, _in_a_slice(compiled.axes, on.slices), compiled.places)
+    fabric = Fabric(on, _in_a_slice(compiled.axes, on.slices), compiled.coordinates)
     kernels = AnyKernels(on, share, _tokens_spread(config, compiled.axes), schedules, blocks)
     widths = Widths.of(decoder, train.length, on.devices)
     player = Player(parse(compiled.text), fabric, kernels)

@@ -16,7 +16,7 @@ GIB = 2**30
 KNOWN = {name: chip for name, chip in CHIPS.items() if chip.network is not None}
 """The chips for whose pods plans are possible."""
 
-Place = tuple[int, ...]
+Coordinates = tuple[int, ...]
 """Where a device is: the chip's coordinates, and the device's number on its chip."""
 
 
@@ -123,17 +123,17 @@ def pod(name: str, slices: int = 1) -> Pod:
     return Pod(generation, sizes, slices)
 
 
-def box(places: Sequence[Place]) -> list[tuple[int, int]] | None:
+def box(coordinates: Sequence[Coordinates]) -> list[tuple[int, int]] | None:
     """The dimensions of the box that some devices fill: how many are along each, and how far apart; None if they fill
     no box.
 
     The device on its chip is the last dimension.
     """
     sides = []
-    for values in zip(*places, strict=True):
+    for values in zip(*coordinates, strict=True):
         distinct = sorted(set(values))
         gaps = {b - a for a, b in itertools.pairwise(distinct)}
         if len(gaps) > 1:
             return None
         sides.append((len(distinct), gaps.pop() if gaps else 1))
-    return sides if math.prod(count for count, _ in sides) == len(places) else None
+    return sides if math.prod(count for count, _ in sides) == len(coordinates) else None

@@ -99,5 +99,5 @@ def _hits(left: int, window: int, result: int, setting: dict[str, str]) -> int:
     begins = np.arange(window) * of_right - padding
     if stride == of_left == 1:
         return int(np.clip(np.minimum(left - begins, result) - np.maximum(-begins, 0), 0, None).sum())
-    places = begins[:, None] + np.arange(result) * stride
-    return int(((places >= 0) & (places % of_left == 0) & (places < left * of_left)).sum())
+    indices = begins[:, None] + np.arange(result) * stride
+    return int(((indices >= 0) & (indices % of_left == 0) & (indices < left * of_left)).sum())

@@ -59,7 +59,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     """Places in 0 to 1, each as near to the wanted one as a distance of `gap` between neighbours allows.
 
     The order is kept. If there are too many for the gap, it shrinks. Names that are too close are moved as blocks, so
-    that the mean distance to the wanted places is 0.
+    that the mean distance to the wanted heights is 0.
     """
     gap = min(gap, 1 / len(wanted)) if wanted else gap
     blocks: list[list[int]] = []
@@ -69,15 +69,15 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
             blocks[-2]
         ):
             blocks[-2:] = [blocks[-2] + blocks[-1]]
-    places = dict.fromkeys(range(len(wanted)), 0.0)
+    heights = dict.fromkeys(range(len(wanted)), 0.0)
     for block in blocks:
         low = _lowest(block, wanted, gap)
-        places |= {index: low + gap * n for n, index in enumerate(block)}
-    return list(places.values())
+        heights |= {index: low + gap * n for n, index in enumerate(block)}
+    return list(heights.values())
 
 
 def _lowest(block: Sequence[int], wanted: Sequence[float], gap: float) -> float:
-    """The place of a block's lowest name, so that the whole block is inside, with half a gap to the edges."""
+    """The height of a block's lowest name, so that the whole block is inside, with half a gap to the edges."""
     mean = sum(wanted[index] for index in block) / len(block)
     extent = gap * (len(block) - 1)
     return min(max(mean - extent / 2, gap / 2), 1 - gap / 2 - extent)

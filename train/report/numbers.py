@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 MEASURES = ("window", "last", "sliding")
 FEW, FEW_TOKENS = 32, 256
-"""The least number of windows for a curve of tokens at one place in windows, and of tokens for each point of it."""
+"""The least number of windows for a curve of tokens at one position in windows, and of tokens for each point of it."""
 _CLEAR = 0.05  # the least advantage in accuracy over guessing that is worth a figure
 
 

@@ -70,10 +70,10 @@ def around(
 ) -> None:
     """The titles of the axes, at the outer panels only; a title and lines of text above, lines of text below."""
     for panel in panels:
-        place = panel.get_subplotspec()
-        is_lowest = place.rowspan.stop == place.get_gridspec().nrows or panel in panels[-place.get_gridspec().ncols :]
+        spec = panel.get_subplotspec()
+        is_lowest = spec.rowspan.stop == spec.get_gridspec().nrows or panel in panels[-spec.get_gridspec().ncols :]
         panel.set_xlabel(across if is_lowest else "")
-        panel.set_ylabel(up if place.is_first_col() else "")
+        panel.set_ylabel(up if spec.is_first_col() else "")
     high = figure.get_figheight()
     figure.text(0.01, 1 - 0.1 / high, top, fontsize=13, fontweight="bold", va="top")
     figure.text(0.01, 1 - 0.42 / high, "\n".join(above), fontsize=9, color="#444444", va="top")

@@ -47,10 +47,10 @@ def lines(rows: Sequence[Row], labels: Sequence[str] = (), reference: str | None
     leaders = list(dict.fromkeys(leader(name) for name in names if name != reference))
     looks: dict[str, Look] = {}
     for name in names:
-        place = leaders.index(leader(name)) if name != reference else 0
-        colour = _REFERENCE if name == reference else COLOURS[place % len(COLOURS)]
+        index = leaders.index(leader(name)) if name != reference else 0
+        colour = _REFERENCE if name == reference else COLOURS[index % len(COLOURS)]
         dashes = DASHES[siblings[name].index(name) % len(DASHES)] if name in siblings else None
-        looks[name] = Look(colour, MARKERS[place % len(MARKERS)], dashes)
+        looks[name] = Look(colour, MARKERS[index % len(MARKERS)], dashes)
     return looks
 
 

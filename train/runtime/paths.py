@@ -42,9 +42,9 @@ def path(text: str | os.PathLike) -> Path:
         raise ValueError(f"{text}: {error}") from None
 
 
-def is_local(place: Path) -> bool:
+def is_local(location: Path) -> bool:
     """Whether a path is on this machine, or on a disk mounted there."""
-    return isinstance(place, Path)
+    return isinstance(location, Path)
 
 
 def is_store_error(error: BaseException) -> bool:
@@ -52,10 +52,10 @@ def is_store_error(error: BaseException) -> bool:
     return type(error).__module__.partition(".")[0] in ("gcsfs", "google", "aiohttp")
 
 
-def look_anew(place: Path) -> None:
+def look_anew(location: Path) -> None:
     """Drops cached listings of an object store: gcsfs keeps them, and does not see what others write."""
-    if not is_local(place):
-        place.fs.invalidate_cache()
+    if not is_local(location):
+        location.fs.invalidate_cache()
 
 
 def names_in(folder: Path) -> list[str]:
@@ -64,7 +64,7 @@ def names_in(folder: Path) -> list[str]:
     In an object store the listing is current, with what other processes wrote.
     """
     look_anew(folder)
-    return sorted(place.name for place in folder.iterdir()) if folder.exists() else []
+    return sorted(location.name for location in folder.iterdir()) if folder.exists() else []
 
 
 def check_output(output: str) -> None:
@@ -75,24 +75,24 @@ def check_output(output: str) -> None:
         raise ValueError(f"output: {error}") from None
 
 
-def check_checkpoints(place: Path) -> None:
+def check_checkpoints(location: Path) -> None:
     """Raises ValueError where no checkpoint can be written."""
-    scheme = getattr(place, "protocol", "")
-    if not is_local(place) and scheme not in CHECKPOINT_SCHEMES:
+    scheme = getattr(location, "protocol", "")
+    if not is_local(location) and scheme not in CHECKPOINT_SCHEMES:
         raise ValueError(
-            f"{place}: checkpoints cannot be written to {scheme}://, which TensorStore does not write; a local folder "
-            f"or {'://, '.join(CHECKPOINT_SCHEMES)}:// would work"
+            f"{location}: checkpoints cannot be written to {scheme}://, which TensorStore does not write; a local "
+            f"folder or {'://, '.join(CHECKPOINT_SCHEMES)}:// would work"
         )
 
 
-def write_file(place: Path, text: str) -> None:
+def write_file(location: Path, text: str) -> None:
     """Writes a file atomically, at any address, even if several processes write the same file."""
-    if not is_local(place):
-        place.write_text(text, encoding="utf-8")  # an object store never shows a partial object
+    if not is_local(location):
+        location.write_text(text, encoding="utf-8")  # an object store never shows a partial object
         return
-    part = place.with_name(f".{place.name}.{uuid.uuid4().hex}.part")
+    part = location.with_name(f".{location.name}.{uuid.uuid4().hex}.part")
     try:
         part.write_text(text, encoding="utf-8")
-        os.replace(part, place)
+        os.replace(part, location)
     finally:
         part.unlink(missing_ok=True)

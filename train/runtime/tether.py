@@ -38,12 +38,12 @@ def tied(
     """
     with ExitStack() as stack:
         server = stack.enter_context(_listen()) if index == 0 else None
-        place = decide(lambda: [hosts, server.getsockname()[1], secrets.token_hex(_SECRET)])
-        own = None if index == 0 else _connect(*place, index)
+        address = decide(lambda: [hosts, server.getsockname()[1], secrets.token_hex(_SECRET)])
+        own = None if index == 0 else _connect(*address, index)
         answers = gather("" if own is None else "tied")
         ends = {0: own} if own else {}
         if server is not None:
-            ends = _accept(server, place[2], sum(map(bool, answers)))
+            ends = _accept(server, address[2], sum(map(bool, answers)))
         known = decide(lambda: sorted(ends))
         apart = [process for process in range(1, len(answers)) if process not in known]
         if own and index in apart:

@@ -160,7 +160,7 @@ def test_a_step_that_processes_saved_at_other_places_is_not_taken(config, stoppe
     """As told by two processes, of which the other has another batch next; no local one is the same for both."""
     monkeypatch.setattr(module, "gather", lambda text: [text, "[0, {}]"] if '"next_index"' in text else [text])
     assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 5
-    assert "is not used (the processes saved it at 2 places in the data)" in capsys.readouterr().err
+    assert "is not used (the processes saved it at 2 positions in the data)" in capsys.readouterr().err
 
 
 def test_where_another_process_fails_to_write_two_stay_at_most(config, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from posjax.sampling import Randomised
 from train.config import SchemeConfig, load, parse
 from train.languages import TasksConfig, run
 from train.languages.generators import COLOUR_COUNT, DIRECTIONS, FIRST, LANGUAGES, PAD, SLOT, VOCABULARY_SIZE
-from train.languages.trainer import build, check_fit, place
+from train.languages.trainer import build, check_fit, positions_of
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tasks.yaml"
 KEY = jax.random.key(0)
@@ -94,14 +94,14 @@ def test_answers_on_grids(shorter):
 def test_short_strings_get_ids_of_the_whole_range():
     """Ids of the tokens of a string of n symbols: a uniform subset of n + 1, whatever the size of the buffer."""
     batch = LANGUAGES["even pairs"].sample(KEY, 4000, 7, True)
-    ids = np.asarray(place(Randomised(40), KEY, batch, True)["positions"])
+    ids = np.asarray(positions_of(Randomised(40), KEY, batch, True)["positions"])
     used = np.asarray((batch.tokens != PAD).sum(1))
     for count in (2, 5, 8):
         rows = ids[used == count][:, :count]
         assert (np.diff(rows, axis=1) > 0).all()
         mean = np.arange(1, count + 1) * 41 / (count + 1) - 1
         np.testing.assert_allclose(rows.mean(0), mean, atol=4 * 12 / len(rows) ** 0.5)
-    tested = place(Randomised(40), KEY, batch, False)["positions"]
+    tested = positions_of(Randomised(40), KEY, batch, False)["positions"]
     np.testing.assert_array_equal(tested, Randomised(40).evaluate(8).positions)
 
 
@@ -111,7 +111,7 @@ def test_grids_stand_on_two_axes_or_three():
     placed = {}
     for entry in (SchemeConfig("axial"), SchemeConfig("mrope", options={"sections": (2, 3, 3)}), SchemeConfig("rope")):
         _, rule = build(entry, config)
-        placed[entry.name] = place(rule, KEY, batch, True)
+        placed[entry.name] = positions_of(rule, KEY, batch, True)
     assert placed["rope"] == {}
     np.testing.assert_array_equal(placed["axial"]["coordinates"], batch.grid)
     time, *grid = np.moveaxis(np.asarray(placed["mrope"]["coordinates"]), -1, 0)

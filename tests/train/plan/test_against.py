@@ -33,7 +33,7 @@ SIZES = {
     "output_size_in_bytes": 5 * GIB,
     "alias_size_in_bytes": 4 * GIB,
 }
-STEP = {"memory": SIZES, "axes": {"data": 1, "stage": 1, "fsdp": 4}, "places": PLACES, "tokens": 8192}
+STEP = {"memory": SIZES, "axes": {"data": 1, "stage": 1, "fsdp": 4}, "coordinates": PLACES, "tokens": 8192}
 
 
 def folder(path, **changes):
@@ -56,7 +56,7 @@ def test_a_folder_of_another_trainer_is_read(tmp_path):
     found = kept.read(folder(tmp_path / "theirs"), pod("v6e:2x2"))
     assert (found.name, found.tokens, found.schedules) == ("theirs", 8192, None)
     assert found.step.axes == {"data": 1, "stage": 1, "fsdp": 4}
-    assert found.step.places[2] == (1, 1, 0, 0)
+    assert found.step.coordinates[2] == (1, 1, 0, 0)
     assert found.step.memory.total == 6 * GIB  # four of five results take the place of arguments
 
 
@@ -82,11 +82,11 @@ def test_schedules_in_a_folder_are_found(tmp_path):
         ({"memory": {**SIZES, "temp_size_in_bytes": "much"}}, "memory: expected the bytes of argument_size_in_bytes, "),
         ({"axes": [4]}, "step.axes: expected a section of keys, found [4]"),
         ({"axes": {"fsdp": 0}}, """axes: expected sizes by name, as in {"fsdp": 256}, found {'fsdp': 0}"""),
-        ({"places": [["x"] * 4] * 4}, "step.places[0][0]: expected a whole number, found 'x'"),
-        ({"places": PLACES[:3]}, "places: expected [x, y, z, core] of each of the 4 devices"),
-        ({"places": [[0, 0]] * 4}, "places: expected [x, y, z, core] of each of the 4 devices"),
+        ({"coordinates": [["x"] * 4] * 4}, "step.coordinates[0][0]: expected a whole number, found 'x'"),
+        ({"coordinates": PLACES[:3]}, "coordinates: expected [x, y, z, core] of each of the 4 devices"),
+        ({"coordinates": [[0, 0]] * 4}, "coordinates: expected [x, y, z, core] of each of the 4 devices"),
         (
-            {"axes": {"fsdp": 2}, "places": PLACES[:2]},
+            {"axes": {"fsdp": 2}, "coordinates": PLACES[:2]},
             "expected those of the 4 devices of v6e:2x2, found 2; --topology",
         ),
         ({"tokens": -1}, "tokens: expected those of a step over all devices, found -1"),

@@ -7,21 +7,22 @@ import pytest
 from train.plan.compiling import _largest_text
 from train.plan.largest import Buffer, ask_for_report, largest, read
 
-# The beginning and the end of a report of libtpu 0.0.42.1, and the part about fast memory that follows.
+# The beginning and the end of a report of libtpu 0.0.42.1, and the part about fast memory that follows; it writes the
+# number of equal shapes with a multiplication sign.
 REPORT = """Memory Space: default (color=0)
 Total bytes: 303001075712 (282.19GiB)
   cumulative_size;       size;       offset; used_by_n_values; shapes_list
   ------------------------------------------------------------
-   64.00GiB( 20%);   64.00GiB;      5603328;               12; f32[32,8192,2048], 4×(), 5×bf16[16,32,8192,8192]
-   95.31GiB( 49%);   31.31GiB; 171066097664;                5; 5×f32[32,8192,32064]
-  321.62GiB( 99%);  256.00MiB; 299445354496;               16; f32[32,16,1,8192], 8×bf16[32,4,8192,64]
+   64.00GiB( 20%);   64.00GiB;      5603328;               12; f32[32,8192,2048], 4\u00d7(), bf16[16,32,8192,8192]
+   95.31GiB( 49%);   31.31GiB; 171066097664;                5; 5\u00d7f32[32,8192,32064]
+  321.62GiB( 99%);  256.00MiB; 299445354496;               16; f32[32,16,1,8192], 8\u00d7bf16[32,4,8192,64]
   321.63GiB( 99%);   12.50KiB; 299445354496;                1; pred[12800]
   321.63GiB( 99%);        20B; 299445354496;                1; ()
   The rest 1126 values are less than 5% of the total size and not shown.
 
   cumulative_size;       size;       offset; used_by_n_values; shapes_list
   ------------------------------------------------------------
-   64.00MiB(100%);   64.00MiB;            0;                2; 2×f32[16,128,8192]
+   64.00MiB(100%);   64.00MiB;            0;                2; 2\u00d7f32[16,128,8192]
 """
 BUFFERS = [
     Buffer(64 * 2.0**30, "bf16[16,32,8192,8192]"),

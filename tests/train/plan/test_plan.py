@@ -553,7 +553,15 @@ def test_a_tiny_config_is_planned(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(TINY)
     assert main(["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4"]) == 0
     out = capsys.readouterr().out
-    for part in ("HBM of a chip: v5e:2x4", "Largest temporary arrays", "bf16[", "fsdp", "all-gather", "Predicted, not measured", "1.5 GHz"):
+    for part in (
+        "HBM of a chip: v5e:2x4",
+        "Largest temporary arrays",
+        "bf16[",
+        "fsdp",
+        "all-gather",
+        "Predicted, not measured",
+        "1.5 GHz",
+    ):
         assert part in out
     assert "Left out" not in out
 

@@ -165,9 +165,11 @@ def digest_of_model(config: Config) -> str:
 
     Local files are read completely; at a URL the file system's own checksum of the contents is used.
     """
-    place = config.init.path
-    files, root = open_place(place)
-    names = [root] if is_gguf(place) else sorted(n for n in files.ls(root, detail=False) if n.endswith(".safetensors"))
+    location = config.init.path
+    files, root = open_place(location)
+    names = (
+        [root] if is_gguf(location) else sorted(n for n in files.ls(root, detail=False) if n.endswith(".safetensors"))
+    )
     marks = [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
     tokenizer = load_tokenizer(config.data).identity
     whole = json.dumps([config.init.values, config.model.compute_dtype, tokenizer, marks], sort_keys=True)
@@ -181,20 +183,20 @@ def _file_digest(name: str) -> str:
 
 def finished_rows(directory: Path) -> list[dict[str, Any]]:
     """The finished results, of earlier versions too. An incomplete last line, left by an interruption, is dropped."""
-    place = directory / RESULTS
-    lines = place.read_text(encoding="utf-8").split("\n") if place.exists() else [""]
+    location = directory / RESULTS
+    lines = location.read_text(encoding="utf-8").split("\n") if location.exists() else [""]
     return [migrated(json.loads(line)) for line in lines[:-1] if line]
 
 
 def append_row(directory: Path, row: Mapping[str, Any]) -> None:
     """Saves a result. An incomplete line, left by an interruption, is removed first."""
-    place, line = directory / RESULTS, json.dumps(row).encode() + b"\n"
-    whole = place.read_bytes() if place.exists() else b""
+    location, line = directory / RESULTS, json.dumps(row).encode() + b"\n"
+    whole = location.read_bytes() if location.exists() else b""
     end = whole.rfind(b"\n") + 1
-    if not paths.is_local(place):
-        place.write_bytes(whole[:end] + line)
+    if not paths.is_local(location):
+        location.write_bytes(whole[:end] + line)
         return
-    with place.open("r+b" if place.exists() else "wb") as file:
+    with location.open("r+b" if location.exists() else "wb") as file:
         file.truncate(end)
         file.seek(end)
         file.write(line)

@@ -121,14 +121,14 @@ class _Study:
         if self.search is None or not is_to_be_searched(known):
             return known
         if refusal := self.search.refusal(entry):
-            self._told(entry, refusal)
+            self._log(entry, refusal)
             return entry
         try:
-            told = partial(self._told, entry)
-            return with_factors(entry, self.search.run(model, self.rows, self._keep, told, self.mesh))
+            log = partial(self._log, entry)
+            return with_factors(entry, self.search.run(model, self.rows, self._keep, log, self.mesh))
         except jax.errors.JaxRuntimeError as error:
             _check_memory(error)
-            self._told(entry, _TOO_LARGE)
+            self._log(entry, _TOO_LARGE)
             return entry
 
     def _known(self, entry: SchemeConfig) -> SchemeConfig:
@@ -140,7 +140,7 @@ class _Study:
         append_row(self.directory, row)
         self.rows.append(row)
 
-    def _told(self, entry: SchemeConfig, line: str) -> None:
+    def _log(self, entry: SchemeConfig, line: str) -> None:
         self._say(f"{entry.label}: {line}")
 
     def _say(self, line: str) -> None:

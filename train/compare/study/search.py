@@ -78,7 +78,7 @@ class Search:
         model: nnx.Module,
         rows: Sequence[Row],
         keep: Callable[[Row], object],
-        told: Callable[[str], object],
+        log: Callable[[str], object],
         mesh: Mesh | None = None,
     ) -> dict[str, Any]:
         """Searches, on the model's mesh, and saves every tried rule and the result."""
@@ -90,7 +90,7 @@ class Search:
                 name = json.dumps([rule.long_factor, rule.unscaled_first])
                 if name not in nll:
                     nll[name] = fitness(rule)
-                    told(f"{nll[name]:.4f} nats per token")
+                    log(f"{nll[name]:.4f} nats per token")
                     keep({"kind": TRIED, **self.key, "rule": name, "nll": nll[name]})
                 return nll[name]
 

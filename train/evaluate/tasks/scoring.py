@@ -90,7 +90,7 @@ def _share(sample: Sample, positions: Int[np.ndarray, "positions"], found: Int[n
     if (found == NOT_FINITE).any():
         return np.nan
     right = dict(zip(positions.tolist(), (found == sample.tokens[positions]).tolist(), strict=True))
-    return float(np.mean([all(right[place] for place in range(*span)) for span in sample.answers]))
+    return float(np.mean([all(right[position] for position in range(*span)) for span in sample.answers]))
 
 
 def _continued(

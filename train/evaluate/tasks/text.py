@@ -1,6 +1,6 @@
 """Texts of an exact number of tokens: an opening, filler sentences with others hidden among them, a question, answers.
 
-Every part is tokenised separately, so no token spans two parts, and lengths and places are exact with any tokenizer.
+Every part is tokenised separately, so no token spans two parts, and lengths and positions are exact with any tokenizer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,15 +54,15 @@ def filling(vocabulary: Vocabulary, sentences: Iterator[str], size: int) -> list
 def hidden(filling: Sequence[Tokens], needles: Sequence[Tokens], depths: Sequence[float]) -> list[Tokens]:
     """The filling with every needle inserted at the sentence start nearest to its depth; 0 is the front, 1 the back.
 
-    Needles are in order of depth; those at one place keep the given order. A needle at depth x has a share x of the
+    Needles are in order of depth; those at one position keep the given order. A needle at depth x has a share x of the
     filling before it, up to half a sentence.
     """
-    places = np.cumsum([0, *map(len, filling)])
-    nearest = [int(np.argmin(np.abs(places - depth * places[-1]))) for depth in depths]
+    boundaries = np.cumsum([0, *map(len, filling)])
+    nearest = [int(np.argmin(np.abs(boundaries - depth * boundaries[-1]))) for depth in depths]
     inside = sorted(zip(nearest, range(len(needles)), strict=True))
     found = list(filling)
-    for place, index in reversed(inside):
-        found.insert(place, needles[index])
+    for index, index in reversed(inside):
+        found.insert(index, needles[index])
     return found
 
 
