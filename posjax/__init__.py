@@ -19,8 +19,8 @@ from posjax import (
     scales,
     sinks,
 )
+from posjax._angles import Frequencies
 from posjax._slots import Features
-from posjax.angles import Frequencies
 from posjax.attention import attention
 from posjax.attention.cache import Cache
 from posjax.attention.coca import coca_attention
@@ -52,6 +52,7 @@ __all__ = [
     "coca",
     "coca_attention",
     "diagnostics",
+    "layout",
     "linear",
     "masks",
     "nn",

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from posjax._axes import AXES, WithAxes, fields_of, names_of, narrowed
 from posjax._checks import check
-from posjax.axes import AXES, WithAxes, fields_of, names_of, narrowed
 
 
 class OverPairs(WithAxes):
     """A value over (query, key) pairs: the base class of biases and masks.
 
     It is evaluated tile by tile, for the positions of a tile. Its arrays are cut to the tile, to batch rows and heads,
-    and to the tokens of a device as their ``axes`` say: see ``posjax.axes``.
+    and to the tokens of a device as their ``axes`` say: for each field, the names of its array's axes, each of
+    ``"batch"``, ``"heads"``, ``"queries"`` and ``"keys"``, or None for an axis that is never cut.
     """
 
     reads_positions: ClassVar[bool] = True

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from posjax._angles import as_real_positions, exact, real_angles
 from posjax._checks import check, check_choice, check_count, check_even, check_number
 from posjax._numbers import level
-from posjax.angles import as_real_positions, exact, real_angles
 from posjax.positions import Positions, Range, as_array
 
 CONVENTIONS = ("interleaved", "concatenated", "tensor2tensor")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from exact_angles import POSITIONS, TWO_PI, cos_sin
 
-from posjax import angles as subject
+from posjax import _angles as subject
 
 
 def test_words_are_turns_per_position_in_64_bits():

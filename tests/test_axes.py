@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.axes import WithAxes, each, map_tokens, names_of, narrowed, sizes_of
+from posjax._axes import WithAxes, each, map_tokens, names_of, narrowed, sizes_of
 from posjax.positions import Range
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from posjax._axes import names_of, narrowed, sizes_of
 from posjax._numbers import at_least_float32, is_array_number
 from posjax._slots import with_head_axis
 from posjax.attention.online import OnlineSoftmax
@@ -40,7 +41,6 @@ from posjax.attention.operands import (
 )
 from posjax.attention.padding import lengthened_rows, pad
 from posjax.attention.tiles import Blocks, Kind, Visits, plan, visits
-from posjax.axes import names_of, narrowed, sizes_of
 from posjax.positions import Range, as_array
 
 TILE_ELEMENTS = 2**21

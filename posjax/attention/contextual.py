@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from posjax._axes import narrowed
 from posjax._checks import check, check_count
 from posjax._shapes import in_blocks, joined
 from posjax._slots import with_head_axis
 from posjax.attention.online import OnlineSoftmax
 from posjax.attention.operands import Operands, capped, group_mask, like_zeros, scores, statistics_dtype
 from posjax.attention.padding import lengthen, pad
-from posjax.axes import narrowed
 from posjax.bias import ContextualBias
 from posjax.positions import as_array
 

@@ -12,10 +12,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from posjax._axes import WithAxes
 from posjax._checks import check
 from posjax._lowered import vary, varying
 from posjax._numbers import at_least_float32, is_array_number, is_number, level, positive_number, register_numbers
-from posjax.axes import WithAxes
 from posjax.bias import Bias
 from posjax.masks import Mask
 from posjax.positions import Positions, difference

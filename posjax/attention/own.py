@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posjax._axes import fields_of, narrowed, sizes_of
 from posjax._checks import check, shown
 from posjax._slots import OfPairs, OfSomeHeads, OverPairs, check_registered, is_own, is_own_class
 from posjax.attention.operands import Operands
-from posjax.axes import fields_of, narrowed, sizes_of
 from posjax.bias import Bias, ContextualBias
 from posjax.masks import Mask
 from posjax.positions import Positions, Range

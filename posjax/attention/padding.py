@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from posjax._axes import Names, each
 from posjax._numbers import LARGEST
 from posjax._shapes import zeros_at
 from posjax.attention.operands import Operands, PerQuery
-from posjax.axes import Names, each
 from posjax.bias import Bias
 from posjax.masks import Mask, Segments, padding_of
 from posjax.positions import Positions, Range, as_array

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from posjax._angles import angles, exact
 from posjax._checks import check_choice, check_even, check_positive
-from posjax.angles import angles, exact
 from posjax.bias.base import Bias, BiasSpec, heads_first
 
 _BASE = 10_000.0

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from posjax._angles import Frequencies, angles, as_frequencies
 from posjax._checks import check, check_count, check_positive
-from posjax.angles import Frequencies, angles, as_frequencies
 from posjax.rotary import FrequencyRule, rotary_table
 
 Rule = FrequencyRule | Frequencies | Float[np.ndarray, "half"]

@@ -1,6 +1,6 @@
 """Rotary position embeddings: frequency rules, exact tables, rotation."""
 
-from posjax.angles import Frequencies
+from posjax._angles import Frequencies
 from posjax.rotary.base import largest_context, smallest_base
 from posjax.rotary.clex import CLEX
 from posjax.rotary.coordinates import SpanPositions, grid_coordinates, mrope_positions, patch_centres, tie_positions

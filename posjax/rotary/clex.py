@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from posjax._angles import Frequencies, as_real_positions, exact
 from posjax._checks import check, check_choice, check_count, check_length, take
-from posjax.angles import Frequencies, as_real_positions, exact
 from posjax.positions import Positions
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, is_host

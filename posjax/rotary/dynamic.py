@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from posjax._angles import Frequencies, exact, fixed_point
 from posjax._checks import check, check_choice, check_length
-from posjax.angles import Frequencies, exact, fixed_point
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, check_number, is_host, per_token
 from posjax.rotary.scalings import NTKByParts

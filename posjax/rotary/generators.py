@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from posjax._angles import as_real_positions, exact, real_angles
 from posjax._checks import check, check_even
 from posjax._numbers import widened
 from posjax._slots import Features
-from posjax.angles import as_real_positions, exact, real_angles
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.rotation import apply_rotary
 from posjax.rotary.tables import RotaryTable

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from posjax._angles import as_real_positions
 from posjax._checks import check, check_choice, check_count, shown
-from posjax.angles import as_real_positions
 from posjax.positions import Positions
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.feature import Rotary

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from posjax._angles import Frequencies, as_real_positions, exact
 from posjax._checks import check, check_choice, check_counts, check_length, check_positive, shown
-from posjax.angles import Frequencies, as_real_positions, exact
 from posjax.positions import Positions
 from posjax.rotary.dynamic import excess, scaled
 from posjax.rotary.ntk import ntk_exponents

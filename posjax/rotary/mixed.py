@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from posjax._angles import as_real_positions
 from posjax._checks import check, check_choice, check_count, check_even, take
 from posjax._slots import Features
-from posjax.angles import as_real_positions
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.rotation import PAIRINGS, apply_rotary
 from posjax.rotary.rules import check_number

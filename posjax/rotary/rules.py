@@ -2,7 +2,7 @@
 
 A rule is a frozen, hashable dataclass, so that it can be a static argument of ``jit``. The scaling rules are in
 ``scalings.py``, ``ntk.py``, ``dynamic.py``, ``longrope.py`` and ``clex.py``. Everything known on the host is computed
-in float64 and made exact (see :mod:`posjax.angles`).
+in float64, and its angles are exact: within 5e-7 of float64 at any int32 position.
 """
 
 import numbers
@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from posjax._angles import Frequencies, exact
 from posjax._checks import check, check_choice, check_even, check_number, shown
 from posjax._slots import is_own_class
-from posjax.angles import Frequencies, exact
 from posjax.positions import Positions
 from posjax.rotary.tables import RotaryTable, rotary_table
 

@@ -11,10 +11,10 @@ import pytest
 from attention.tiles import in_tiles
 
 import posjax as pj
+from posjax._axes import narrowed, sizes_of
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands
 from posjax.attention.padding import lengthened
-from posjax.axes import narrowed, sizes_of
 from posjax.bias import (
     FIRE,
     T5,

@@ -10,8 +10,8 @@ import pytest
 from masks.cases import CASES, COLUMN, FLAGS, IDS, ROW, N
 
 from posjax import masks, positions
+from posjax._axes import narrowed, sizes_of
 from posjax.attention.padding import lengthened
-from posjax.axes import narrowed, sizes_of
 from posjax.masks import (
     Band,
     Beyond,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.angles import Frequencies, angles
+from posjax._angles import Frequencies, angles
 from posjax.rotary import apply_rotary, from_hf, rotary_table
 
 torch = pytest.importorskip("torch")

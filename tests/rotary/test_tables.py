@@ -6,7 +6,7 @@ import pytest
 from exact_angles import POSITIONS, cos_sin
 
 from posjax import rotary
-from posjax.angles import as_real_positions
+from posjax._angles import as_real_positions
 from posjax.positions import Range
 from posjax.rotary import DynamicNTK, Linear, Llama3, LongRoPE, NTKAware, NTKByParts, Plain, Proportional, YaRN
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from posjax._axes import names_of
 from posjax._checks import check
 from posjax._numbers import is_number
 from posjax.attention import api
@@ -24,7 +25,6 @@ from posjax.attention.sharded.neighbour import neighbour
 from posjax.attention.sharded.parts import Call, Line, join
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.ring import ring
-from posjax.axes import names_of
 from posjax.bias import Bias, ContextualBias
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions, Range

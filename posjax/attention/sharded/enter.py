@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from posjax._axes import Names, each
 from posjax._checks import check
 from posjax._slots import OverPairs
 from posjax.attention.sharded.automatic import is_array, on_auto_axes
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.split import Split
-from posjax.axes import Names, each
 from posjax.masks import as_mask
 from posjax.positions import Range
 

@@ -2,7 +2,7 @@
 
 The query side of a call stays on its device: ``q``, remapped queries, the scale, and the query side of positions, mask
 and bias. The key side is sent: ``k``, ``v``, remapped keys, and the key side of positions, mask and bias.
-``posjax.axes.map_tokens`` distinguishes them.
+``posjax._axes.map_tokens`` distinguishes them.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posjax._axes import Names, WithAxes, each, map_tokens
 from posjax.attention.operands import LANES, Operands, merge_heads, split_heads
-from posjax.axes import Names, WithAxes, each, map_tokens
 from posjax.layout import Layout
 from posjax.positions import Positions, Range, as_array
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from posjax._axes import each
 from posjax._numbers import is_number
 from posjax.attention.api import parts_by
 from posjax.attention.operands import (
@@ -43,7 +44,6 @@ from posjax.attention.operands import (
 )
 from posjax.attention.operation import Backends, add, merge, per_query_of
 from posjax.attention.sharded.parts import Call, Line
-from posjax.axes import each
 from posjax.masks import block_bounds
 from posjax.positions import Range
 

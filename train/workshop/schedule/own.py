@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posjax._axes import narrowed
 from posjax.attention.backends import TPU
 from posjax.attention.operands import Operands, RemappedPair
 from posjax.attention.operation import attend_here
@@ -22,7 +23,6 @@ from posjax.attention.tiles import Blocks, Kind, TilePlan, plan
 from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import Options
-from posjax.axes import narrowed
 from posjax.bias import T5, ALiBi, Kerple
 from posjax.masks import Beyond, Causal, FirstTokens, Mask, Segments, Window, block_bounds
 from posjax.positions import Range
