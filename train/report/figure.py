@@ -29,13 +29,14 @@ _TITLES = {
 
 
 def draw(rows: Sequence[Row], title: str, text: str) -> bytes:
-    """Perplexity against length, as a PNG 1800 pixels wide: measurements side by side, groups below each other."""
+    """Perplexity against length, as a PNG 1800 pixels wide. Several measurements of a group are side by side."""
     rows = held_out(rows)
     found, limits = shown_measures(rows), _limits(rows)
     ticks, own = lengths(rows), train_length(rows)
     shown = [(group, measure) for group in groups(rows) for measure in found]
     above, below = textwrap.wrap(text, 165), _below(rows)
-    figure, drawn = panels.new(len(shown), len(found), above=0.55 + 0.19 * len(above) + 0.16 * len(below))
+    columns = max(len(found), panels.COLUMNS)
+    figure, drawn = panels.new(len(shown), columns, above=0.55 + 0.19 * len(above) + 0.16 * len(below))
     for panel, (group, measure) in zip(drawn, shown, strict=True):
         panels.draw(panel, rows, group, partial(curve, measure=measure), low=1.0)
         style.length_axis(panel, ticks, own)
