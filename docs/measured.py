@@ -1,4 +1,4 @@
-"""What a comparison of small decoders found about a method, from ``tuned.jsonl`` beside this file."""
+"""What a comparison of small decoders found about a method, from ``zoo.jsonl`` beside this file."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ import yaml
 from methods import Method, page_of
 
 _HERE = Path(__file__).parent
-_ENTRIES = yaml.safe_load((_HERE.parent / "configs" / "tuned.yaml").read_text(encoding="utf-8"))["compare"]["schemes"]
+_ENTRIES = yaml.safe_load((_HERE.parent / "configs" / "zoo.yaml").read_text(encoding="utf-8"))["compare"]["schemes"]
 LENGTHS = (128, 512, 2048)
 CONTROL = "rope"
 
@@ -68,7 +68,7 @@ def _best(trials: Sequence[tuple[float, float, float]]) -> str:
 
 @functools.cache
 def _results() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (_HERE / "tuned.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (_HERE / "zoo.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _as_mapping(entry: str | Mapping[str, Any]) -> Mapping[str, Any]:

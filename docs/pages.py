@@ -78,7 +78,7 @@ def overview() -> str:
         "the method. *Cache*: what decoding keeps ([decoding](../decoding.md)). *TPU*: whether the flash attention "
         "kernel computes it, or else blocks of XLA's own operations, both in linear memory. *Measured*: perplexity per "
         f"byte of small decoders at {measured.LENGTHS[0]} bytes, as in training, and at {measured.LENGTHS[-1]:,} "
-        "([What was measured](../results.md#the-zoo-tuned)); the page of a method says whether it was trained or put "
+        "([What was measured](../results.md#the-zoo)); the page of a method says whether it was trained or put "
         "on trained RoPE."
     )
     head = ("method", "slot", "what it is", "source", "training", "cache", "TPU", "measured")
@@ -215,7 +215,7 @@ def measurements(method: Method) -> str:
     about = (
         "Perplexity per byte of small decoders over whole windows, trained on rows of 128 bytes, mean of four seeds, "
         "each scheme at the learning rate that its trials chose, and at the factor of that rate for its position "
-        "parameters, where some were tried ([What was measured](../results.md#the-zoo-tuned))."
+        "parameters, where some were tried ([What was measured](../results.md#the-zoo))."
     )
     lengths = (f"{length:,}" for length in measured.LENGTHS)
     return f"{about}\n\n{table(found, 'scheme', 'trains', 'learning rate', *lengths)}"

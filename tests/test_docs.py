@@ -59,7 +59,7 @@ def test_a_page_shows_its_figure_and_every_section(path):
 
 
 def mean_perplexity(label, length):
-    rows = [json.loads(line) for line in (ROOT / "docs" / "tuned.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (ROOT / "docs" / "zoo.jsonl").read_text().splitlines()]
     seeds = [row for row in rows if (row["label"], row["length"], row.get("trial")) == (label, length, None)]
     return sum(math.exp(row["window_nll"]) for row in seeds) / len(seeds)
 
