@@ -65,17 +65,22 @@ def table(name: str, rows: Sequence[dict[str, Any]], config: TasksConfig) -> Tab
 
 def draw(rows: Sequence[dict[str, Any]], config: TasksConfig) -> bytes:
     """One panel a task, as a PNG: accuracy against length; dashed the training length, dotted the level of guessing."""
-    figure = style.new_figure(5.6 * len(config.tasks), 4.6)
-    for panel, name in zip(figure.subplots(1, len(config.tasks), squeeze=False)[0], config.tasks, strict=True):
-        task = LANGUAGES[name]
-        longest, lengths = config.lengths(task)
-        for n, (label, points) in enumerate(curves(name, rows).items()):
-            colour, marker = style.COLOURS[n % len(style.COLOURS)], style.MARKERS[n % len(style.MARKERS)]
-            panel.plot(list(points), list(points.values()), color=colour, marker=marker)
-            ends.name(panel, label, colour, list(points), list(points.values()))
-        panel.axhline(1 / task.classes, color="#888888", linestyle=":")
-        panel.axvline(longest, color="#888888", linestyle="--")
-        panel.set(title=f"{name} ({task.level})", xlabel="side" if task.level == "grid" else "length", ylim=(0, 1.03))
-        panel.set_xticks(lengths)
+    columns = min(2, len(config.tasks))
+    figure = style.new_figure(style.WIDTH, 3.7 * -(-len(config.tasks) // columns))
+    for n, name in enumerate(config.tasks, 1):
+        _panel(figure.add_subplot(-(-len(config.tasks) // columns), columns, n), name, rows, config)
     figure.supylabel("accuracy")
     return style.png(figure)
+
+
+def _panel(panel: Any, name: str, rows: Sequence[dict[str, Any]], config: TasksConfig) -> None:
+    task = LANGUAGES[name]
+    longest, lengths = config.lengths(task)
+    for n, (label, points) in enumerate(curves(name, rows).items()):
+        colour, marker = style.COLOURS[n % len(style.COLOURS)], style.MARKERS[n % len(style.MARKERS)]
+        panel.plot(list(points), list(points.values()), color=colour, marker=marker)
+        ends.name(panel, label, colour, list(points), list(points.values()))
+    panel.axhline(1 / task.classes, color="#888888", linestyle=":")
+    panel.axvline(longest, color="#888888", linestyle="--")
+    panel.set(title=f"{name} ({task.level})", xlabel="side" if task.level == "grid" else "length", ylim=(0, 1.03))
+    panel.set_xticks(lengths)
