@@ -19,7 +19,7 @@ INDEX, SIZES, HASHES = "index.npz", "documents.sizes", "documents.hashes"
 
 @dataclass(frozen=True)
 class Corpus:
-    """Encoded documents; not even their sizes are in memory. Places count tokens through all shards.
+    """Encoded documents; not even their sizes are in memory. Offsets count tokens through all shards.
 
     `corrupt` maps each omitted file to the reason; `files` counts all files, omitted ones too.
     """

@@ -60,7 +60,7 @@ class Index:
         return self._before(lambda part: np.where(self._chosen(part), self.sizes[part], 0))
 
     @cached_property
-    def _places(self) -> Int64[np.ndarray, "blocks+1"]:
+    def _offsets(self) -> Int64[np.ndarray, "blocks+1"]:
         """How many tokens, chosen or not, come before each block, and before the end."""
         return self._before(lambda part: self.sizes[part])
 
@@ -82,7 +82,7 @@ class Index:
         sizes = np.asarray(self.sizes[numbers])
         chosen = self.choice(numbers, self.hashes[numbers])
         own = np.where(chosen, sizes, 0)
-        starts = _running(sizes, counts, self._places[blocks])
+        starts = _running(sizes, counts, self._offsets[blocks])
         ends = _running(own, counts, self.stream[blocks]) + own
         return Documents(starts[chosen], sizes[chosen], ends[chosen])
 

@@ -19,7 +19,7 @@ Log = Callable[[str], Any]
 
 
 def silent(_: str) -> None:
-    """Tells nobody."""
+    """Discards the line."""
 
 
 class SourceFile(NamedTuple):

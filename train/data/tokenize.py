@@ -74,7 +74,7 @@ def _cores() -> int:
 
 
 def _kept(config: Config, tokenizer: Tokenizer) -> list[CachedText]:
-    """The places of the text of all stages, each once, whose tokens `fit` would cache."""
+    """The texts of all stages, each once, whose tokens `fit` would cache."""
     found = {}
     for stage in config.every_stage:
         texts = cached_texts(stage, tokenizer)

@@ -130,7 +130,7 @@ def _measure_length(
 def _measure_model(score: Callable, parameters: Any, windows: dict[str, Windows], length: int, rows: int) -> Perplexity:
     _warm(score, parameters, rows, length)
     start = time.perf_counter()
-    sums = {name: _nll_by_place(score, parameters, each, rows) for name, each in windows.items()}
+    sums = {name: _nll_by_position(score, parameters, each, rows) for name, each in windows.items()}
     seconds = time.perf_counter() - start
     means = {name: float(sums[name].sum()) / each.scored for name, each in windows.items()}
     if not max(means.values()) < _LARGEST_NLL:
@@ -170,12 +170,12 @@ def scoring(predictor: Predictor, rows: int, length: int) -> tuple[Any, tuple[ja
     `(parameters, tokens [rows, length + 1], weights [rows, length]) -> summed NLL at each position [length]`
     """
 
-    def place_nll(parameters, tokens, weights):
+    def position_nll(parameters, tokens, weights):
         nll = next_nll(predictor, parameters, tokens, length)
         return whole(jnp.sum(jnp.where(weights > 0, weights * nll, 0), axis=0))
 
     tokens = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
-    return jax.jit(place_nll), (tokens, jax.ShapeDtypeStruct((rows, length), jnp.float32))
+    return jax.jit(position_nll), (tokens, jax.ShapeDtypeStruct((rows, length), jnp.float32))
 
 
 def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:
@@ -184,7 +184,7 @@ def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:
     jax.block_until_ready(score(parameters, tokens, weights))
 
 
-def _nll_by_place(score: Callable, parameters: Any, windows: Windows, rows: int) -> Float[np.ndarray, "length"]:
+def _nll_by_position(score: Callable, parameters: Any, windows: Windows, rows: int) -> Float[np.ndarray, "length"]:
     """Sums of NLL over windows by position, in float64; the last batch is filled up with windows of weight 0."""
     missing = _batches(windows, rows) * rows - len(windows.tokens)
     filled = [np.pad(values, ((0, missing), (0, 0))) for values in windows]

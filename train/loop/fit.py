@@ -275,8 +275,8 @@ class Run:
             state, metrics = stage.program.update(state, stage.on_devices(batch, train.rows, stage.part))
             step += 1
             self.monitor.after(step, metrics.loss)
-            is_asked = reached_preemption(step, self.stop)
-            last = is_asked or step == stage.last_step
+            is_preempted = reached_preemption(step, self.stop)
+            last = is_preempted or step == stage.last_step
             if step == warm:
                 jax.block_until_ready(metrics)
                 self.monitor.begin()

@@ -62,7 +62,7 @@ _PART = 1 << 16  # size in bytes from which a part is no longer extended
 
 
 def _parts(directory: Path) -> list[Path]:
-    """The places of all parts that may have lines, in order; always with the first, even if it does not exist."""
+    """The files of all parts that may have lines, in order; always with the first, even if it does not exist."""
     first = directory / "metrics.jsonl"
     count = 0 if is_local(first) else len(names_in(directory / "metrics"))
     return [first, *(_part(directory, number) for number in range(1, count + 1))]

@@ -135,7 +135,7 @@ def devices_of(on: Pod) -> list:
 
 
 def _child(directory: Path, on: Pod, kind: str) -> dict[str, Any]:
-    """Compiles, writes the program, and returns its memory."""
+    """Compiles, writes the program, and returns its memory, largest arrays, mesh axes and devices' coordinates."""
     import jax
 
     config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
@@ -248,7 +248,9 @@ def _words(error: Exception, directory: Path) -> str:
 def _largest_text(buffers: list[Buffer]) -> str:
     if not buffers:
         return ""
-    return "; its largest arrays, in GiB: " + ", ".join(f"{each.array} {each.bytes / GIB:,.1f}" for each in buffers)
+    return "; the largest arrays of the program, in GiB: " + ", ".join(
+        f"{each.array} {each.bytes / GIB:,.1f}" for each in buffers
+    )
 
 
 def _main(folder: Path, topology: str, slices: str, kind: str) -> None:

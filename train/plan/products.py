@@ -89,9 +89,9 @@ def _of_convolution(line: Instruction, left: tuple[int, ...], right: tuple[int, 
 
 
 def _hits(left: int, window: int, result: int, setting: dict[str, str]) -> int:
-    """How many pairs of a place of the result and a place of the window meet a number of the left operand.
+    """How many pairs of an index of the result and an index of the window meet a number of the left operand.
 
-    Place o and tap t meet  p = o stride + t dilation - padding. This is a number if p is a multiple of the left
+    Index o and tap t meet  p = o stride + t dilation - padding. This is a number if p is a multiple of the left
     operand's dilation and within its size.
     """
     stride, of_left, of_right = (int(setting.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))

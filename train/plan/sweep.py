@@ -76,7 +76,7 @@ def _attempt(one: Candidate, on: Pod, console: Console, flags: str | None) -> Pl
     try:
         return make_plan(one.config, on, flags=flags)
     except (DoesNotCompile, ValueError) as error:
-        return in_a_line(error, 200)
+        return in_a_line(error, 400)
 
 
 def candidates(config: Config, on: Pod) -> Iterator[Candidate]:
@@ -160,7 +160,7 @@ def _work(config: Config) -> float:
 def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
     """A rough time of a step: the longest of work, links and exchange between slices, plus the waits of layers.
 
-    Work runs at 60% of the peak. Over the links, parameters are gathered twice and their gradients scattered once, in
+    Work runs at 60% of the peak. Over the links, parameters are gathered twice over `fsdp` and `context` and their gradients scattered once, in
     bfloat16, and keys and values circulate around `context` three times. To k slices each device sends its share of the
     gradients, 4 P / devices x (k - 1) / k bytes for each of ``train.accumulate`` parts. Along `tensor` layers wait for
     four sums of their tokens.

@@ -56,7 +56,7 @@ def _set_apart(panel: Any, texts: Sequence[Any], dpi: float) -> None:
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places in 0 to 1, each as near to the wanted one as a distance of `gap` between neighbours allows.
+    """Heights in 0 to 1, each as near to the wanted one as a distance of `gap` between neighbours allows.
 
     The order is kept. If there are too many for the gap, it shrinks. Names that are too close are moved as blocks, so
     that the mean distance to the wanted heights is 0.

@@ -156,7 +156,7 @@ def test_a_step_that_one_process_lacks_is_not_taken(config, stopped, monkeypatch
     assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 7
 
 
-def test_a_step_that_processes_saved_at_other_places_is_not_taken(config, stopped, monkeypatch, capsys):
+def test_a_step_that_processes_saved_at_other_positions_is_not_taken(config, stopped, monkeypatch, capsys):
     """As told by two processes, of which the other has another batch next; no local one is the same for both."""
     monkeypatch.setattr(module, "gather", lambda text: [text, "[0, {}]"] if '"next_index"' in text else [text])
     assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 5

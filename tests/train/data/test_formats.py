@@ -18,8 +18,8 @@ def from_files(*paths, **options):
     return DataConfig(source="files", paths=tuple(str(path) for path in paths), **{"held_out": 0.0, **options})
 
 
-def found(config, told=lambda _: None):
-    return {name: text.decode() for name, text in all_documents(config, told)}
+def found(config, log=lambda _: None):
+    return {name: text.decode() for name, text in all_documents(config, log)}
 
 
 def jsonl(texts=TEXTS, key="text"):

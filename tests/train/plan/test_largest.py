@@ -29,7 +29,6 @@ BUFFERS = [
     Buffer(31.31 * 2**30, "f32[32,8192,32064]"),
     Buffer(256 * 2.0**20, "bf16[32,4,8192,64]"),
     Buffer(12.5 * 2**10, "pred[12800]"),
-    Buffer(20.0, ""),
 ]
 
 
@@ -47,7 +46,7 @@ def test_the_largest_report_of_a_folder_counts(tmp_path):
 
 def test_a_refusal_names_the_largest_arrays():
     assert _largest_text(BUFFERS[:2]) == (
-        "; its largest arrays, in GiB: bf16[16,32,8192,8192] 64.0, f32[32,8192,32064] 31.3"
+        "; the largest arrays of the program, in GiB: bf16[16,32,8192,8192] 64.0, f32[32,8192,32064] 31.3"
     )
     assert _largest_text([]) == ""
 

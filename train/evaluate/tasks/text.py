@@ -61,8 +61,8 @@ def hidden(filling: Sequence[Tokens], needles: Sequence[Tokens], depths: Sequenc
     nearest = [int(np.argmin(np.abs(boundaries - depth * boundaries[-1]))) for depth in depths]
     inside = sorted(zip(nearest, range(len(needles)), strict=True))
     found = list(filling)
-    for index, index in reversed(inside):
-        found.insert(index, needles[index])
+    for boundary, index in reversed(inside):
+        found.insert(boundary, needles[index])
     return found
 
 
