@@ -35,7 +35,8 @@ def largest(folder: Path, count: int = 5) -> list[Buffer]:
 
 def read(report: str) -> list[Buffer]:
     """The buffers of the report's first part, which is about HBM, in its order: by falling size."""
-    first = report.partition("\n\n")[0]    found = filter(None, map(_LINE.match, first.splitlines()))
+    first = report.partition("\n\n")[0]
+    found = filter(None, map(_LINE.match, first.splitlines()))
     buffers = [Buffer(float(line[1]) * _UNITS[line[2]], _largest_array(line[3])) for line in found]
     return [buffer for buffer in buffers if buffer.array]
 
