@@ -161,9 +161,9 @@ def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
     """A rough time of a step: the longest of work, links and exchange between slices, plus the waits of layers.
 
     Work runs at 60% of the peak. Over the links, parameters are gathered twice over `fsdp` and `context` and their
-    gradients scattered once, in  bfloat16, and keys and values circulate around `context` three times. To k slices
-    each device sends its share of the  gradients, 4 P / devices x (k - 1) / k bytes for each of
-    ``train.accumulate`` parts. Along `tensor` layers wait for  four sums of their tokens.
+    gradients scattered once, in bfloat16, and keys and values circulate around `context` three times. To k slices
+    each device sends its share of the gradients, 4 P / devices x (k - 1) / k bytes for each of
+    ``train.accumulate`` parts. Along `tensor` layers wait for four sums of their tokens.
     """
     decoder, tokens = decoder_config(config), _tokens(config, axes) * config.train.accumulate
     work = _work(config) / (0.6 * on.chips * on.peak_flops)
