@@ -10,7 +10,7 @@ from flax import nnx
 
 from posjax.nn import from_pretrained, save_pretrained
 from posjax.nn.huggingface.family import length_value
-from posjax.nn.huggingface.files import open_place
+from posjax.nn.huggingface.files import open_location
 from posjax.nn.huggingface.load import CONFIG, is_released
 from posjax.nn.huggingface.save import COPIED, files_beside
 from posjax.scheme import uniform
@@ -110,12 +110,12 @@ def _original(location: str | Path, config: Config) -> str | None:
 
 def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
     """Replaces the released model's tokenizer by the run's own; writes none if that is no tokenizer.json."""
-    target, root = open_place(folder)
+    target, root = open_location(folder)
     for name in files_beside(like) if like else ():
         target.rm_file(f"{root}/{name}")
     if not config.data.tokenizer.endswith(".json"):
         return
-    files, source = open_place(config.data.tokenizer)
+    files, source = open_location(config.data.tokenizer)
     beside = source.rpartition("/")[0]
     names = {"tokenizer.json": source, **{n: f"{beside}/{n}" for n in COPIED if n != "tokenizer.json"}}
     for name, location in names.items():
@@ -125,7 +125,7 @@ def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
 
 def _write_special_tokens(tokenizer: Tokenizer, folder: str) -> None:
     """Replaces the special tokens in ``config.json`` by those of a tokenizer; texts may begin without one."""
-    target, root = open_place(folder)
+    target, root = open_location(folder)
     beginning = tokenizer.bos if tokenizer.opening else None
     ids = {"bos_token_id": beginning, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.padding}
     values = json.loads(target.cat_file(f"{root}/{CONFIG}")) | ids

@@ -16,7 +16,7 @@ import fsspec
 import numpy as np
 from fsspec.core import url_to_fs
 
-from train.runtime.paths import path as place_at
+from train.runtime.paths import path as path_at
 
 
 def is_url(path: str) -> bool:
@@ -27,7 +27,7 @@ def is_url(path: str) -> bool:
 def open_url(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a path or URL, and the path within it; `key` names the setting in errors."""
     try:
-        return url_to_fs(path if is_url(path) else str(place_at(path)))
+        return url_to_fs(path if is_url(path) else str(path_at(path)))
     except ImportError as error:
         raise ValueError(f"{key}: {path!r} needs a package that is not installed ({error})") from None
     except ValueError as error:
@@ -245,7 +245,7 @@ Folder = MemoryFolder | LocalFolder | RemoteFolder
 
 def folder_at(path: str) -> Folder:
     """The folder at a path or URL."""
-    return RemoteFolder(path) if is_url(path) else LocalFolder(place_at(path))
+    return RemoteFolder(path) if is_url(path) else LocalFolder(path_at(path))
 
 
 class Scratch:

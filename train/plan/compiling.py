@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config, MeshConfig, TrainConfig, dump, parse_text
-from train.plan.largest import Buffer, ask_for_report, largest
+from train.plan.largest import Allocation, ask_for_report, largest
 from train.plan.pods import GIB, Coordinates, Pod, pod
 from train.runtime.flags import VARIABLE, missing
 from train.runtime.lines import in_a_line
@@ -65,7 +65,7 @@ class CompiledStep:
     axes: dict[str, int]  # of the mesh
     coordinates: tuple[Coordinates, ...]  # of the devices of its first slice, in order
     flags: str | None = None  # of the compiler; None if unknown
-    largest: tuple[Buffer, ...] = ()  # of its temporary memory
+    largest: tuple[Allocation, ...] = ()  # of its temporary memory
 
 
 UPDATE, EVALUATION = "update", "evaluation"
@@ -88,8 +88,8 @@ def compile_step(
         reply = _run(directory, on, timeout, flags, kind)
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
     coordinates = tuple(map(tuple, reply["coordinates"]))
-    buffers = tuple(Buffer(*each) for each in reply["largest"])
-    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], coordinates, flags, buffers)
+    allocations = tuple(Allocation(*each) for each in reply["largest"])
+    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], coordinates, flags, allocations)
 
 
 def compiler_flags(chip: str, flags: str | None = None) -> str:
@@ -245,11 +245,11 @@ def _words(error: Exception, directory: Path) -> str:
     return text if isinstance(error, ValueError) else text[:400]
 
 
-def _largest_text(buffers: list[Buffer]) -> str:
-    if not buffers:
+def _largest_text(allocations: list[Allocation]) -> str:
+    if not allocations:
         return ""
     return "; the largest arrays of the program, in GiB: " + ", ".join(
-        f"{each.array} {each.bytes / GIB:,.1f}" for each in buffers
+        f"{each.array} {each.bytes / GIB:,.1f}" for each in allocations
     )
 
 

@@ -14,7 +14,7 @@ _LINE = re.compile(r"^\s*[\d.]+\w*\(\s*\d+%\);\s*([\d.]+)([KMGT]?)i?B?;[^;]*;[^;
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-class Buffer(NamedTuple):
+class Allocation(NamedTuple):
     """Memory that several arrays use, one after the other."""
 
     bytes: float
@@ -27,18 +27,18 @@ def ask_for_report(folder: Path) -> None:
     os.environ["XLA_FLAGS"] = f"{wanted} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 
-def largest(folder: Path, count: int = 5) -> list[Buffer]:
-    """The largest buffers in HBM; empty if the compiler wrote no report here, or one in another form."""
+def largest(folder: Path, count: int = 5) -> list[Allocation]:
+    """The largest allocations in HBM; empty if the compiler wrote no report here, or one in another form."""
     reports = sorted(folder.glob(_REPORT), key=lambda path: path.stat().st_size)
     return read(reports[-1].read_text(encoding="utf-8"))[:count] if reports else []
 
 
-def read(report: str) -> list[Buffer]:
-    """The buffers of the report's first part, which is about HBM, in its order: by falling size."""
+def read(report: str) -> list[Allocation]:
+    """The allocations of the report's first part, which is about HBM, in its order: by falling size."""
     first = report.partition("\n\n")[0]
     found = filter(None, map(_LINE.match, first.splitlines()))
-    buffers = [Buffer(float(line[1]) * _UNITS[line[2]], _largest_array(line[3])) for line in found]
-    return [buffer for buffer in buffers if buffer.array]
+    allocations = [Allocation(float(line[1]) * _UNITS[line[2]], _largest_array(line[3])) for line in found]
+    return [allocation for allocation in allocations if allocation.array]
 
 
 def _largest_array(text: str) -> str:

@@ -16,7 +16,7 @@ from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
 from train.plan.compiling import EVALUATION, CompiledStep, Memory, batch_of_evaluation, compile_step
 from train.plan.hlo import parse
 from train.plan.kernels import visited_share
-from train.plan.largest import Buffer
+from train.plan.largest import Allocation
 from train.plan.network import Fabric
 from train.plan.others import AnyKernels, Blocks
 from train.plan.parts import Widths
@@ -37,7 +37,7 @@ class Plan:
     tally: Tally
     flags: str = ""  # with which it was compiled
     share: float = 1.0  # of the FLOPs of an update: a third for a forward pass alone
-    largest: tuple[Buffer, ...] = ()  # of its temporary memory
+    largest: tuple[Allocation, ...] = ()  # of its temporary memory
 
     @property
     def seconds(self) -> float:

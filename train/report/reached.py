@@ -53,9 +53,9 @@ def note(rows: Sequence[Row]) -> list[str]:
     """A line on the seeds that count in tasks, if some do not."""
     short = {label: mine for label, mine in times(rows).items() if None in mine}
     counts = ", ".join(f"{label} {_count(mine)} of {len(mine)}" for label, mine in short.items())
-    return (
-        [f"Accuracy on tasks is that of trainings whose loss fell below {_loss(rows):g}: {counts}."] if counts else []
-    )
+    if not counts:
+        return []
+    return [f"Accuracy on tasks is that of trainings whose loss fell below {_loss(rows):g}: {counts}."]
 
 
 def draw(rows: Sequence[Row]) -> bytes:

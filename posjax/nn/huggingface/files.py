@@ -57,7 +57,7 @@ class TensorFolder:
     """
 
     def __init__(self, path: str | Path):
-        self._files, self._root = open_place(path)
+        self._files, self._root = open_location(path)
         with reaching(path):
             found = names_in(self._files, self._root)
         self._check_found(found)
@@ -208,7 +208,7 @@ def sync(file: Path) -> None:
         os.fsync(opened.fileno())
 
 
-def open_place(path: str | Path) -> tuple[Any, str]:
+def open_location(path: str | Path) -> tuple[Any, str]:
     """The file system of a path or URL, and the path in it."""
     try:
         import fsspec  # only needed for released models

@@ -16,7 +16,7 @@ from posjax._checks import check, check_choice, nearest
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
 from posjax.nn.huggingface.family import Family, sizes_of
-from posjax.nn.huggingface.files import Entry, TensorFolder, open_place, reaching, read_json
+from posjax.nn.huggingface.files import Entry, TensorFolder, open_location, reaching, read_json
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
 from posjax.nn.huggingface.views import AxisSizes, View, check_shape
@@ -51,7 +51,7 @@ def read_values(path: str | Path) -> dict[str, Any]:
         from posjax.nn.huggingface.gguf import GGUF
 
         return GGUF(path).values
-    files, root = open_place(path)
+    files, root = open_location(path)
     with reaching(path):
         return read_json(files, f"{root}/{CONFIG}")
 
@@ -73,7 +73,7 @@ def is_gguf(path: str | Path) -> bool:
 
 def is_released(path: str | Path) -> bool:
     """Whether a path is a released model: a GGUF file, or a folder with a ``config.json``."""
-    files, root = open_place(path)
+    files, root = open_location(path)
     with reaching(path):
         return files.isfile(root if is_gguf(path) else f"{root}/{CONFIG}")
 

@@ -24,7 +24,7 @@ from posjax.nn.huggingface.files import (
     is_local,
     lay_out,
     names_in,
-    open_place,
+    open_location,
     reaching,
     sync,
     writable,
@@ -97,7 +97,7 @@ def save_pretrained(
     parameters = stored(chosen, decoder.config, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
     tensors = _tensors(decoder.config, parameters, dtype)
     values["dtype"] = next(iter(tensors.values()))[0].name
-    files, root = open_place(path)
+    files, root = open_location(path)
     with reaching(path):
         check(not files.isfile(root), f"{path} is a file; choose a folder")
         _check_empty(path, names_in(files, root))
@@ -205,7 +205,7 @@ def files_beside(like: str | Path) -> dict[str, bytes]:
         from posjax.nn.huggingface.gguf import GGUF
 
         return {name: content.encode() for name, content in GGUF(like).tokenizer_files().items()}
-    files, root = open_place(like)
+    files, root = open_location(like)
     return {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from train.plan.compiling import _largest_text
-from train.plan.largest import Buffer, ask_for_report, largest, read
+from train.plan.largest import Allocation, ask_for_report, largest, read
 
 # The beginning and the end of a report of libtpu 0.0.42.1, and the part about fast memory that follows; it writes the
 # number of equal shapes with a multiplication sign.
@@ -24,16 +24,16 @@ Total bytes: 303001075712 (282.19GiB)
   ------------------------------------------------------------
    64.00MiB(100%);   64.00MiB;            0;                2; 2\u00d7f32[16,128,8192]
 """
-BUFFERS = [
-    Buffer(64 * 2.0**30, "bf16[16,32,8192,8192]"),
-    Buffer(31.31 * 2**30, "f32[32,8192,32064]"),
-    Buffer(256 * 2.0**20, "bf16[32,4,8192,64]"),
-    Buffer(12.5 * 2**10, "pred[12800]"),
+ALLOCATIONS = [
+    Allocation(64 * 2.0**30, "bf16[16,32,8192,8192]"),
+    Allocation(31.31 * 2**30, "f32[32,8192,32064]"),
+    Allocation(256 * 2.0**20, "bf16[32,4,8192,64]"),
+    Allocation(12.5 * 2**10, "pred[12800]"),
 ]
 
 
-def test_a_report_gives_the_largest_array_of_each_buffer_in_hbm():
-    assert read(REPORT) == BUFFERS
+def test_a_report_gives_the_largest_array_of_each_allocation_in_hbm():
+    assert read(REPORT) == ALLOCATIONS
     assert read("Memory Space: default (color=0)\nin a form that nobody knows\n") == []
 
 
@@ -41,11 +41,11 @@ def test_the_largest_report_of_a_folder_counts(tmp_path):
     assert largest(tmp_path) == []
     (tmp_path / "module_0001.jit_f.after_optimizations-memory-usage-report.txt").write_text(REPORT)
     (tmp_path / "module_0002.jit_g.after_optimizations-memory-usage-report.txt").write_text("Total bytes: 0\n")
-    assert largest(tmp_path, 2) == BUFFERS[:2]
+    assert largest(tmp_path, 2) == ALLOCATIONS[:2]
 
 
 def test_a_refusal_names_the_largest_arrays():
-    assert _largest_text(BUFFERS[:2]) == (
+    assert _largest_text(ALLOCATIONS[:2]) == (
         "; the largest arrays of the program, in GiB: bf16[16,32,8192,8192] 64.0, f32[32,8192,32064] 31.3"
     )
     assert _largest_text([]) == ""

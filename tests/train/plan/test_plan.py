@@ -28,7 +28,7 @@ from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric, groups_of, kind_of
 from train.plan.plan import Plan, make_plan, plan_evaluation
-from train.plan.pods import Pod, pod
+from train.plan.pods import GIB, Pod, pod
 from train.plan.report import assumptions
 from train.plan.timeline import Player
 from train.runtime.chips import CHIPS
@@ -658,7 +658,7 @@ def test_a_tiny_config_is_planned_for_two_slices(tmp_path):
         ("v5e:2x4", "train.mesh.data=3", "devices"),
         # Wide enough that gate and hidden units, of a row of half the width, are among the largest arrays.
         ("v5e:2x4", "model.mlp_dim=33554432", ",16777216] "),
-        ("v5e:2x4", "model.mlp_dim=33554432", "a device has 15.8; "),
+        ("v5e:2x4", "model.mlp_dim=33554432", f"a device has {pod('v5e:2x4').hbm_bytes / GIB:.1f}; "),
     ],
 )
 def test_what_a_tiny_config_asks_too_much_of_a_pod_is_one_line(topology, override, reason, tmp_path, capsys):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from posjax.nn.huggingface.files import is_local, open_place
+from posjax.nn.huggingface.files import is_local, open_location
 from posjax.nn.huggingface.load import is_gguf
 from train.checkpoint.directory import RESULTS
 from train.config import CompareConfig, Config, MeshConfig, SchemeConfig, migrated
@@ -166,14 +166,16 @@ def digest_of_model(config: Config) -> str:
     Local files are read completely; at a URL the file system's own checksum of the contents is used.
     """
     location = config.init.path
-    files, root = open_place(location)
-    names = (
-        [root] if is_gguf(location) else sorted(n for n in files.ls(root, detail=False) if n.endswith(".safetensors"))
-    )
+    files, root = open_location(location)
+    names = [root] if is_gguf(location) else sorted(filter(_is_weights, files.ls(root, detail=False)))
     marks = [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
     tokenizer = load_tokenizer(config.data).identity
     whole = json.dumps([config.init.values, config.model.compute_dtype, tokenizer, marks], sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()[:12]
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors")
 
 
 def _file_digest(name: str) -> str:
