@@ -7,7 +7,7 @@ import pytest
 from train.plan.compiling import _largest_text
 from train.plan.largest import Allocation, ask_for_report, largest, read
 
-# The beginning and the end of a report of libtpu 0.0.42.1, and the part about fast memory that follows; it writes the
+# Lines of a report of libtpu 0.0.42.1 and two small ones, and the part about fast memory that follows. It writes the
 # number of equal shapes with a multiplication sign.
 REPORT = """Memory Space: default (color=0)
 Total bytes: 303001075712 (282.19GiB)

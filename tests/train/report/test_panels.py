@@ -82,6 +82,15 @@ def test_many_schemes_share_axes_and_a_grey_line(drawn):
         assert list(reference.get_xdata()) == list(LENGTHS)
 
 
+def test_groups_of_one_measurement_are_two_in_a_row(drawn):
+    rows = [{name: value for name, value in row.items() if "last" not in name} for row in zoo(seeds=1)]
+    figure.draw(rows, *ABOUT)
+    left, right = drawn[0].axes[:2]
+    assert figure.shown_measures(rows) == ["window"]
+    assert left.get_position().y0 == pytest.approx(right.get_position().y0)
+    assert left.get_title(loc="left") != right.get_title(loc="left")
+
+
 def test_trainings_of_different_lengths_share_an_axis(drawn):
     def training(n):
         return {"tokens": [1000, 1000 * (n + 2)], "held_out_loss": [3.0, 2.0 - n / 100]}
