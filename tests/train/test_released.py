@@ -181,7 +181,9 @@ def test_what_a_stage_trained_is_used_as_it_was_trained(values, capsys, monkeypa
     longer["scheme"] = {"name": "released", "frequencies": {"name": "yarn"}}
     data = values["data"] | {"held_out": 0.4}
     config = with_changes(values, name="longer", stages=[{"name": "short"}, longer], data=data)
-    fit(config)
+    fit(config, progress="longer")
+    options = '{"frequencies": {"factor": 4.0, "original_length": 32, "name": "yarn"}}'
+    assert f"scheme of stage long: the released one, with {options}" in capsys.readouterr().out
     trained = restore_model(config.directory)[1].config.scheme.features.frequencies
     assert trained.factor == 4.0
     used = []

@@ -26,7 +26,15 @@ from train.data.packing import Batch, pack_sample
 from train.data.pipeline import batches, held_out_sample, training_rows, warnings_of_shared_text
 from train.loop.optimizer import kept_moments
 from train.loop.step import Program, StepMetrics, build_program
-from train.model.build import RELEASED, as_released, check_model, decoder_config, placement, replicated_parameters
+from train.model.build import (
+    RELEASED,
+    as_released,
+    check_model,
+    decoder_config,
+    placement,
+    replicated_parameters,
+    trained_changes,
+)
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
@@ -165,6 +173,8 @@ def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
     for number, stage in enumerate(config.every_stage):
         try:
             built.append(_build(stage, built[-1][0] if built else None))
+            if stage.scheme.name == RELEASED and (changes := trained_changes(stage, stage.scheme)):
+                log(f"scheme of stage {config.stage_names[number]}: the released one, with {json.dumps(changes)}")
             if whole := replicated_parameters(stage, built[-1][1]):
                 log(f"warning: {whole}")
         except ValueError as error:

@@ -39,9 +39,13 @@ def scheme_of(config: Config, entry: SchemeConfig | None = None) -> Scheme | Lay
     if entry.name != RELEASED:
         return build_scheme(_with_base(config, entry), config.model.num_layers)
     check(bool(config.init.values), "scheme: 'released' is the scheme of the model under init; name one there")
+    return read_config(config.init.values).scheme.extend(**trained_changes(config, entry))
+
+
+def trained_changes(config: Config, entry: SchemeConfig) -> dict[str, Any]:
+    """The changes with which the scheme of the model under ``init`` is trained, with all options; see `continued`."""
     own, length = config.model.trained_length or config.train.length, config.train.length
-    scheme = read_config(config.init.values).scheme
-    return scheme.extend(**continued(scheme, entry.options, own, length))
+    return continued(read_config(config.init.values).scheme, entry.options, own, length)
 
 
 def _with_base(config: Config, entry: SchemeConfig) -> SchemeConfig:
