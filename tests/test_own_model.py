@@ -107,7 +107,7 @@ def around(name, implementation, strategy="ring"):
     scheme, placement = pj.scheme(name), Placement(context="tensor", strategy=strategy)
 
     def local(params, projected, per_row):
-        return scheme.attend(*projected, params=params, across=placement, implementation=implementation)
+        return scheme.attend(*projected, params=params, placement=placement, implementation=implementation)
 
     return lambda x: attend_on_mesh(local, placement, {}, (x, x, x), {})
 

@@ -127,7 +127,7 @@ def attention(
     options |= {"implementation": implementation, "return_residuals": return_residuals}
     split = split_of(q, k, v, partition)
     if split is None:
-        return context_attention(q, k, v, across=Placement(), **options)
+        return context_attention(q, k, v, placement=Placement(), **options)
     return _over_mesh(split, q, k, v, **options)
 
 

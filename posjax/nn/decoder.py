@@ -220,9 +220,9 @@ class Decoder(nnx.Module):
         where = index if positions is None else jnp.broadcast_to(positions, tokens.shape)
         context = Context(where, None, index + 1, length, self._shared(), coordinates, valid)
         x, stacks = self._embed(tokens, context), []
-        for stack, kept in zip(self.stacks, cache.stacks, strict=True):
-            x, kept = self._run_decode(stack, kept, x, context)
-            stacks.append(kept)
+        for stack, caches in zip(self.stacks, cache.stacks, strict=True):
+            x, caches = self._run_decode(stack, caches, x, context)
+            stacks.append(caches)
         fits = seen[:, -1] <= cache.capacity
         logits = jnp.where(fits[:, None, None], self.logits(self.norm(x)), jnp.nan)
         return logits, DecoderCache(tuple(stacks), seen[:, -1], cache.capacity)
@@ -308,19 +308,19 @@ class Decoder(nnx.Module):
             x, _ = period(x, jax.tree.map(lambda leaf, n=n: leaf[n], state))
         return x
 
-    def _run_decode(self, stack: nnx.List, kept: tuple, x, context: Context):
+    def _run_decode(self, stack: nnx.List, caches: tuple, x, context: Context):
         """The blocks of one pattern on new tokens: a scan over its repeats, with their caches."""
         graph, state = nnx.split(stack)
 
         def period(x, layer):
-            parameters, kept = layer
+            parameters, caches = layer
             after = []
-            for block, cache in zip(nnx.merge(graph, parameters), kept, strict=True):
+            for block, cache in zip(nnx.merge(graph, parameters), caches, strict=True):
                 x, cache = block.decode(x, cache, context)
                 after.append(cache)
             return x, tuple(after)
 
-        return jax.lax.scan(period, x, (state, kept))
+        return jax.lax.scan(period, x, (state, caches))
 
 
 def _logits(hidden, matrix, bias, *, finish):

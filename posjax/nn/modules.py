@@ -123,7 +123,7 @@ class Attention(nnx.Module):
         mesh, params = jax.sharding.get_abstract_mesh(), plain(self.learned) | settings["shared"]
         if placement.axes and not mesh.empty:
             placement = placement.for_key_heads(mesh.shape, self.config.num_kv_heads)
-        where = {"across": placement} if placement.axes or placement.layout.reorders else {}
+        where = {"placement": placement} if placement.axes or placement.layout.reorders else {}
         where |= {"partition": PartitionSpec() if split and not where else None}
         arrays = {k: v for k, v in settings.items() if not isinstance(v, int) and k != "shared"}
         arrays |= {"gates": self.scheme.prepare(params, x, layout=self.config.placement.layout)}
@@ -131,14 +131,14 @@ class Attention(nnx.Module):
         return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
 
     def decode(
-        self, x: Float[Array, "batch tokens embed"], kept: Any, context: Context
+        self, x: Float[Array, "batch tokens embed"], cache: Any, context: Context
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """Attention of new tokens over a cache, and the cache with the new tokens; see ``Scheme.decode``."""
         settings = {"index": context.visible - 1, "valid": context.valid, "positions": context.positions}
         settings |= {"coordinates": context.coordinates, "length": context.length}
         settings |= {"shared": context.shared.get(self.scheme, {})}
         decoded = partial(Attention._decoded, partition=self._partition(x))
-        return on_any_mesh(decoded, self, x, kept, settings, like=(explicit_spec(x), jax.tree.map(explicit_spec, kept)))
+        return on_any_mesh(decoded, self, x, cache, settings, like=(explicit_spec(x), jax.tree.map(explicit_spec, cache)))
 
     def _partition(self, x) -> PartitionSpec | None:
         """The spec of the queries over the mesh, or None if its devices do not divide the batch."""
@@ -149,14 +149,14 @@ class Attention(nnx.Module):
         shared = (placement.axes or has_explicit(x)) and x.shape[0] % rows == 0
         return PartitionSpec(placement.batch or None, None, placement.heads) if shared else None
 
-    def _decoded(self, x, kept, settings: dict, *, partition: PartitionSpec | None):
+    def _decoded(self, x, cache, settings: dict, *, partition: PartitionSpec | None):
         params = plain(self.learned) | settings["shared"]
-        start = kept.total if self.scheme.reads_tokens else None
+        start = cache.total if self.scheme.reads_tokens else None
         given = {name: value for name, value in settings.items() if name != "shared"}
         given["gates"] = self.scheme.prepare(params, x, start=start, valid=given["valid"])
         given |= self.config.logit_options
-        out, kept = self.scheme.decode(*self._project(x), kept, params=params, partition=partition, **given)
-        return self._merge(out), kept
+        out, cache = self.scheme.decode(*self._project(x), cache, params=params, partition=partition, **given)
+        return self._merge(out), cache
 
     def _project(self, x) -> list:
         """Queries, keys and values, before the norm of the scheme."""
@@ -220,12 +220,12 @@ class Block(nnx.Module):
         return self._joined(x, normed, found)
 
     def decode(
-        self, x: Float[Array, "batch tokens embed"], kept: Any, context: Context
+        self, x: Float[Array, "batch tokens embed"], cache: Any, context: Context
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """One layer on new tokens, and its cache with the new tokens."""
         normed = self.attention_input(x)
-        found, kept = self.attention.decode(normed, kept, context)
-        return self._joined(x, normed, found), kept
+        found, cache = self.attention.decode(normed, cache, context)
+        return self._joined(x, normed, found), cache
 
     def attention_input(self, x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch tokens embed"]:
         """The input of attention, from the residual stream."""

@@ -73,12 +73,12 @@ def count_visible(
         given: the number of keys without that mask. If None, keys are contiguous and it is the number of keys at or
             before each query, or of all keys if not causal.
     """
-    at, across, kv_positions = as_array(q_positions), where.across, where.kv_positions
+    at, placement, kv_positions = as_array(q_positions), where.placement, where.kv_positions
     if given is not None:
-        count = across.local(given, at.shape[-1])
+        count = placement.local(given, at.shape[-1])
     elif causal:
-        count = jnp.minimum(difference(at, across.lowest(kv_positions)), LARGEST - 1) + 1
+        count = jnp.minimum(difference(at, placement.lowest(kv_positions)), LARGEST - 1) + 1
     else:
-        keys = kv_positions.length if isinstance(kv_positions, Range) else across.whole(kv_positions.shape[-1])
+        keys = kv_positions.length if isinstance(kv_positions, Range) else placement.whole(kv_positions.shape[-1])
         count = jnp.full_like(at, keys)
     return count if own is None else own.visible(count, at, causal)

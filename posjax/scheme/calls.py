@@ -16,7 +16,7 @@ from posjax.positions import Positions, Range, as_array
 from posjax.scheme.slots import FeatureSlot
 
 Params = Mapping[str, Mapping[str, Array]]
-Kept = Cache | LinearState
+LayerCache = Cache | LinearState
 """The cache of one layer."""
 
 
@@ -24,7 +24,7 @@ class Where(NamedTuple):
     """The positions of the queries and keys of a call.
 
     Args:
-        across: how sequences and heads are split over a mesh.
+        placement: how sequences and heads are split over a mesh.
         q_positions: see ``attention``.
         kv_positions: see ``attention``.
         coordinates: positions for the features, if they differ from ``q_positions`` and ``kv_positions``.
@@ -32,7 +32,7 @@ class Where(NamedTuple):
         head_dim: size of a head.
     """
 
-    across: Placement
+    placement: Placement
     q_positions: Positions
     kv_positions: Positions
     coordinates: Array | None
@@ -53,7 +53,7 @@ class Where(NamedTuple):
         return self._for_features(features, k, self.kv_positions)
 
     def _for_features(self, features, x, positions):
-        several, positions, given = features.axes > 1, self.across.local(positions, x.shape[1]), self.coordinates
+        several, positions, given = features.axes > 1, self.placement.local(positions, x.shape[1]), self.coordinates
         if given is None:
             rows = several and not isinstance(positions, Range) and jnp.ndim(positions) == 2
             return as_array(positions)[..., None] if rows else positions
@@ -93,17 +93,17 @@ def check_projections(q, k, v, widths: tuple[float, float]) -> None:
     )
 
 
-def check_rows(kept: Kept, q: Array) -> None:
+def check_rows(cache: LayerCache, q: Array) -> None:
     """Raises ValueError if tokens and cache differ in batch size."""
-    rows = jax.tree.leaves(kept)[0].shape[0]
+    rows = jax.tree.leaves(cache)[0].shape[0]
     check(rows == q.shape[0], f"q must have the {rows} rows of the cache, found a batch of {q.shape[0]}")
 
 
-def row_positions(across: Placement, name: str, positions: Positions | None, x) -> Positions:
+def row_positions(placement: Placement, name: str, positions: Positions | None, x) -> Positions:
     """The positions of queries or keys ``x``: those given, or 0, 1, 2, ... over the whole sequence.
 
     Raises ValueError unless there is one position for each token.
     """
     if positions is None:
-        return Range(0, across.whole(x.shape[1]))
-    return positions if across.shards > 1 else checked_positions(name, positions, x)
+        return Range(0, placement.whole(x.shape[1]))
+    return positions if placement.shards > 1 else checked_positions(name, positions, x)

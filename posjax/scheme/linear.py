@@ -27,7 +27,7 @@ class LinearAttention:
         self, q, k, v, params: Params, where: Where, *, causal=True, mask=None, visible=None, gates=None, **options
     ):
         """One pass over whole sequences or segments; counts and gates are not used."""
-        where.across.check_scheme(self.scheme)
+        where.placement.check_scheme(self.scheme)
         check(
             mask is None or isinstance(mask, masks.Segments),
             f"mask: linear attention sees whole documents, so only masks.Segments is supported, found {shown(mask)}",
@@ -38,11 +38,11 @@ class LinearAttention:
         return out[0] if causal else out
 
     def step(
-        self, projected, kept: LinearState, params: Params, where: Where, new: NewTokens, options, partition
+        self, projected, cache: LinearState, params: Params, where: Where, new: NewTokens, options, partition
     ) -> tuple[Array, LinearState]:
         """Attention of new tokens over the state, and the state after them."""
         check_no_logits(**options)
-        return self._run(partial(linear.chunked, state=kept), projected, params, where, new.ids)
+        return self._run(partial(linear.chunked, state=cache), projected, params, where, new.ids)
 
     def _run(self, form: Callable, projected, params: Params, where: Where, ids: Array | None):
         """One of the forms on raw projections and the segments of their tokens."""

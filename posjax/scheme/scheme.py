@@ -27,7 +27,7 @@ from posjax.attention.sharded.enter import over_mesh
 from posjax.attention.sharded.split import Partition, split_of
 from posjax.layout import Layout
 from posjax.positions import Positions
-from posjax.scheme.calls import Kept, NewTokens, Params, Where, check_projections, check_rows, row_positions
+from posjax.scheme.calls import LayerCache, NewTokens, Params, Where, check_projections, check_rows, row_positions
 from posjax.scheme.changes import check_same_parameters, replaced
 from posjax.scheme.checks import check_composition, check_direction, check_slots
 from posjax.scheme.choices import Choices
@@ -176,7 +176,7 @@ class Scheme(Choices):
         kv_positions: Positions | None = None,
         coordinates: Float[Array, "*b tokens axes"] | Int[Array, "*b tokens axes"] | None = None,
         length: int | Int[Array, "..."] | None = None,
-        across: Placement | None = None,
+        placement: Placement | None = None,
         partition: Partition | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
@@ -191,7 +191,7 @@ class Scheme(Choices):
             coordinates: positions of the tokens for the features only, in several axes (images) or real-valued, if
                 queries and keys are the same tokens; masks, biases and scales still read the integer positions.
             length: the current length, for schemes that read it; the number of keys when left out.
-            across: how sequences and heads are split over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys and
+            placement: how sequences and heads are split over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys and
                 everything with an axis of tokens are then those of one device, positions may be a ``Range`` over the
                 whole sequence, and ``params`` are those of all heads. The result is the same as for whole sequences.
             partition: how the queries are split over the Auto axes of a mesh; see ``attention``.
@@ -204,21 +204,21 @@ class Scheme(Choices):
         check_projections(q, k, v, self.maps.widths)
         check_length(length)
         given = {"q_positions": q_positions, "kv_positions": kv_positions, "coordinates": coordinates, "length": length}
-        if across is None and (split := split_of(q, k, v, partition)) is not None:
+        if placement is None and (split := split_of(q, k, v, partition)) is not None:
             check_masks(q, k, self.mask, None if options.get("mask") is None else masks.as_mask(options["mask"]))
             return over_mesh(split, self.attend, [q, k, v], params or {}, given | options)
         check_aligned(q, k, q_positions, self.reads_positions(options))
-        where = self._where(q, k, Placement() if across is None else across, **given)
+        where = self._where(q, k, Placement() if placement is None else placement, **given)
         return self._executor.attend(q, k, v, params or {}, where, **options)
 
-    def _where(self, q, k, across: Placement, *, q_positions, kv_positions, coordinates, length) -> Where:
+    def _where(self, q, k, placement: Placement, *, q_positions, kv_positions, coordinates, length) -> Where:
         """The positions of the tokens of a call, by default 0, 1, 2, ..."""
         return Where(
-            across,
-            row_positions(across, "q_positions", q_positions, q),
-            row_positions(across, "kv_positions", kv_positions, k),
+            placement,
+            row_positions(placement, "q_positions", q_positions, q),
+            row_positions(placement, "kv_positions", kv_positions, k),
             coordinates,
-            across.whole(k.shape[1]) if length is None else length,
+            placement.whole(k.shape[1]) if length is None else length,
             self.maps.head_dim(k.shape[-1]),
         )
 
@@ -243,7 +243,7 @@ class Scheme(Choices):
         kv_positions: Positions,
         coordinates: Array | None = None,
         length: int | Int[Array, "..."],
-        across: Placement | None = None,
+        placement: Placement | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
         """``attend`` on the keys and values that ``stored`` returns, for caches.
@@ -257,7 +257,7 @@ class Scheme(Choices):
             q_positions, kv_positions: see ``attention``.
             coordinates: see ``attend``.
             length: the current length, for schemes that read it.
-            across: see ``attend``; parameters of the features are then those of this device's heads.
+            placement: see ``attend``; parameters of the features are then those of this device's heads.
             options: those of ``attention`` (``implementation``, ``softcap``, ``sinks``, ``return_residuals``), and:
 
                 * ``causal``, True when left out: whether a query sees only the keys at or before its position.
@@ -272,13 +272,13 @@ class Scheme(Choices):
         Raises:
             ValueError: as ``attend``, and for linear attention, which stores no keys.
         """
-        across = Placement() if across is None else across
-        where = Where(across, q_positions, kv_positions, coordinates, length, head_dim)
+        placement = Placement() if placement is None else placement
+        where = Where(placement, q_positions, kv_positions, coordinates, length, head_dim)
         return self._softmax("attend_stored").attend_stored(q, k, v, params, where, **options)
 
     def init_cache(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int = 1, dtype=None
-    ) -> Kept:
+    ) -> LayerCache:
         """An empty cache of one layer for ``decode``; see ``caches`` for what it holds.
 
         Args:
@@ -303,7 +303,7 @@ class Scheme(Choices):
         q: Float[Array, "batch tokens heads query_size"],
         k: Float[Array, "batch tokens kv_heads key_size"],
         v: Float[Array, "batch tokens kv_heads value_size"],
-        kept: Kept,
+        cache: LayerCache,
         *,
         params: Params | None = None,
         index: Int[Array, "batch tokens"],
@@ -314,14 +314,14 @@ class Scheme(Choices):
         gates: Float[Array, "batch heads tokens"] | None = None,
         partition: Partition | None = None,
         **options,
-    ) -> tuple[Float[Array, "batch tokens heads value_size"], Kept]:
+    ) -> tuple[Float[Array, "batch tokens heads value_size"], LayerCache]:
         """Attention of new tokens over the cache and themselves, and the cache with the new tokens.
 
         The result equals that of ``attend`` over the whole sequence at the same ``length``, for any split into calls.
 
         Args:
             q, k, v: raw projections of the new tokens.
-            kept: from ``init_cache``, or an earlier call.
+            cache: from ``init_cache``, or an earlier call.
             params: see ``attend``.
             index: for each token, how many tokens of its row come before it.
             valid: False for padding.
@@ -335,11 +335,11 @@ class Scheme(Choices):
             options: passed to ``attention``.
         """
         check_projections(q, k, v, self.maps.widths)
-        check_rows(kept, q)
+        check_rows(cache, q)
         check_length(length)
         positions = index if positions is None else positions
         where = Where(Placement(), positions, positions, coordinates, length, self.maps.head_dim(k.shape[-1]))
-        specs = explicit_spec(q), jax.tree.map(explicit_spec, kept)
+        specs = explicit_spec(q), jax.tree.map(explicit_spec, cache)
         step = partial(self._executor.step, partition=specs[0] if has_explicit(q) else partition)
         given = params or {}, where, NewTokens(index, valid, gates), options
-        return on_auto_axes(step, [q, k, v], kept, *given, like=specs)
+        return on_auto_axes(step, [q, k, v], cache, *given, like=specs)

@@ -34,7 +34,7 @@ class SoftmaxAttention:
     def attend(self, q, k, v, params: Params, where: Where, *, mask=None, **options):
         """``attend_stored`` on ``stored`` keys and values."""
         q, k, v = without_padding(mask, q, k, v)
-        heads = where.across.key_heads(k.shape[2])
+        heads = where.placement.key_heads(k.shape[2])
         if "features" in params and heads is not None:
             # The parameters of the features are those of this device's key heads.
             params = dict(params) | {"features": self.scheme.maps.heads(params["features"], heads)}
@@ -69,7 +69,7 @@ class SoftmaxAttention:
         """Attention on keys and values as returned by ``stored``, with residuals if ``return_residuals``."""
         check_direction(self.scheme, causal)
         check_no_slots(options)
-        heads, at_q = where.across.all_heads(q.shape[2]), where.queries(self.scheme.maps, q)
+        heads, at_q = where.placement.all_heads(q.shape[2]), where.queries(self.scheme.maps, q)
         dot_scale = (where.head_dim**-0.5 if query_scale is None else query_scale) * self.scheme.maps.softmax_scale
         scale = self._scale(q, params, where, causal, visible) * dot_scale
         q, k, v, remap = self._mapped(q, k, v, params, where)
@@ -88,9 +88,9 @@ class SoftmaxAttention:
         """``c_h(i)`` of all heads."""
         if self.scheme.scale is None:
             return 1.0
-        at = where.across.local(where.q_positions, q.shape[1])
+        at = where.placement.local(where.q_positions, q.shape[1])
         visible = count_visible(where, at, causal, self.scheme.own_mask, visible)
-        sizes = {"num_heads": where.across.all_heads(q.shape[2])}
+        sizes = {"num_heads": where.placement.all_heads(q.shape[2])}
         return self.scheme.scale.factor(params.get("scale", {}), positions=as_array(at), visible=visible, **sizes)
 
     def _mapped(self, q, k, v, params: Params, where: Where) -> tuple:
@@ -129,7 +129,7 @@ class SoftmaxAttention:
             chunk=chunk,
         )
 
-    def step(self, projected, kept: Cache, params: Params, where: Where, new: NewTokens, options, partition) -> tuple:
+    def step(self, projected, cache: Cache, params: Params, where: Where, new: NewTokens, options, partition) -> tuple:
         """Attention of new tokens over the cache, and the cache with the new tokens."""
         q, k, v = projected
         check(
@@ -137,18 +137,18 @@ class SoftmaxAttention:
             f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
         )
         stored = self.stored(params, k, v, where.keys(self.scheme.maps, k), **where.sizes)
-        kept = kept.write(*stored, where.kv_positions, new.index, new.valid, new.gates)
+        cache = cache.write(*stored, where.kv_positions, new.index, new.valid, new.gates)
         given = {
-            "mask": masks.Segments(new.ids, kept.ids),
+            "mask": masks.Segments(new.ids, cache.ids),
             "visible": new.index + 1,
-            "gates": None if new.gates is None else (new.gates, kept.gates),
+            "gates": None if new.gates is None else (new.gates, cache.gates),
             "partition": partition,
         }
-        where = where._replace(kv_positions=kept.positions)
-        return self.attend_stored(q, kept.k, kept.v, params, where, **given, **options), kept
+        where = where._replace(kv_positions=cache.positions)
+        return self.attend_stored(q, cache.k, cache.v, params, where, **given, **options), cache
 
 
 def _attention(where: Where):
     """``attention``, or its equivalent for sequences that are split over devices."""
-    split = where.across.axes or where.across.layout.reorders
-    return partial(context_attention, across=where.across) if split else attention
+    split = where.placement.axes or where.placement.layout.reorders
+    return partial(context_attention, placement=where.placement) if split else attention

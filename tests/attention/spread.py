@@ -184,7 +184,7 @@ def of_queries(case: Case):
     return jax.tree.map(lambda a: np.sqrt(np.square(a).sum((0, 1))).max(initial=0), added)
 
 
-def attend(case: Case, implementation: str | None, across: Placement | None, same, projected, rows):
+def attend(case: Case, implementation: str | None, placement: Placement | None, same, projected, rows):
     """``Scheme.attend`` of the tokens at hand."""
     given = dict(rows)
     positions, gates = given.pop("positions", None), given.pop("gates", None)
@@ -197,7 +197,7 @@ def attend(case: Case, implementation: str | None, across: Placement | None, sam
         causal=case.causal,
         softcap=case.softcap,
         implementation=implementation,
-        across=across,
+        placement=placement,
         return_residuals=True,
         **given,
     )

@@ -112,7 +112,7 @@ def test_devices_of_a_mesh_ask_as_well():
     """``context_attention`` stands for ``attention`` inside ``shard_map``."""
     q, k, v = qkv(1)
     with refused(1):
-        context_attention(q, k, v, mask=Causal(), across=Placement())
+        context_attention(q, k, v, mask=Causal(), placement=Placement())
 
 
 SCHEMES = {

@@ -244,7 +244,7 @@ def test_arrays_over_pairs_are_refused_where_devices_share_a_row(strategy):
 
     def refused(name, function, **per_row):
         with pytest.raises(ValueError, match=f"^{name}: {found}"):
-            attend_on_mesh(lambda _, qkv, rest: function(*qkv, **rest, across=where), where, None, [x] * 3, per_row)
+            attend_on_mesh(lambda _, qkv, rest: function(*qkv, **rest, placement=where), where, None, [x] * 3, per_row)
 
     with jax.set_mesh(meshes.mesh("auto")):
         refused("mask", pj.Scheme(mask=Window(3)).attend, mask=OF_PAIRS)
@@ -258,7 +258,7 @@ def test_one_device_takes_a_row_in_any_order(qkv):
     order = layout.order(TOKENS)
     moved = [x[:, order] for x in qkv]
     mask = OF_PAIRS[np.ix_(order, order)]
-    here = partial(pj.Scheme().attend, across=Placement(layout=layout), implementation="dense")
+    here = partial(pj.Scheme().attend, placement=Placement(layout=layout), implementation="dense")
     want, _ = oracles.attention(*qkv, allowed=OF_PAIRS & LOWER)
     np.testing.assert_allclose(jax.jit(here)(*moved, mask=mask), want[:, order], atol=1e-6)
 

@@ -166,7 +166,7 @@ def spread_attention(where: Placement, mesh, q, k, v, rows=None, **options):
     take = partial(layout.apply, axis=1)
 
     def inside(_, projected, rows):
-        return context_attention(*projected, across=where, **options, **rows)
+        return context_attention(*projected, placement=where, **options, **rows)
 
     with jax.set_mesh(mesh):
         call = jax.jit(partial(attend_on_mesh, inside, where))
@@ -191,7 +191,7 @@ def test_a_ring_against_numpy(mesh, kind):
     def inside(sinks, projected, rows):
         mask = masks.Causal() & masks.Segments(rows["ids"])
         options = {"bias": ALiBi(), "mask": mask, "sinks": sinks, "softcap": 2.0, "return_residuals": True}
-        return context_attention(*projected, across=where, **options)
+        return context_attention(*projected, placement=where, **options)
 
     with jax.set_mesh(spread.device_mesh(mesh)):
         placed = [where.layout.apply(x, 1) for x in (q, k, v)]
@@ -233,7 +233,7 @@ def test_one_device_may_hold_a_row_laid_out_for_several(kind, bias):
     @jax.jit
     def both(q, k, v, params):
         placed = (where.layout.apply(x, 1) for x in (q, k, v))
-        found = where.layout.restore(scheme.attend(*placed, params=params, across=where), 1)
+        found = where.layout.restore(scheme.attend(*placed, params=params, placement=where), 1)
         return found, scheme.attend(q, k, v, params=params)
 
     chex.assert_trees_all_close(*both(q, k, v, params), atol=1e-5)
@@ -296,7 +296,7 @@ def test_in_a_scan_of_layers_that_are_recomputed():
         return {"bias": ALiBi(learned=True).bind({"slopes": slopes}, num_heads=HEADS), "mask": masks.Causal()}
 
     def inside(slopes, projected, _):
-        return context_attention(*projected, across=where, **bias(slopes))
+        return context_attention(*projected, placement=where, **bias(slopes))
 
     def sharded(slopes, x):
         return attend_on_mesh(inside, where, slopes, [x, k_placed, v_placed], {})
@@ -317,7 +317,7 @@ def compiled(where: Placement, shards: int, length: int, mask=CAUSAL, **options)
 
     def loss(projected):
         def inside(_, projected, rows):
-            return context_attention(*projected, across=where, mask=mask, **options)
+            return context_attention(*projected, placement=where, mask=mask, **options)
 
         return jnp.square(attend_on_mesh(inside, where, (), projected, {})).sum()
 
@@ -363,7 +363,7 @@ def test_every_row_counts_in_what_a_gather_would_hold(batch, sends):
 
     def attend(*projected):
         def inside(_, projected, rows):
-            return context_attention(*projected, across=where, mask=CAUSAL, implementation="blockwise")
+            return context_attention(*projected, placement=where, mask=CAUSAL, implementation="blockwise")
 
         return attend_on_mesh(inside, where, (), projected, {})
 

@@ -154,7 +154,7 @@ def test_a_bias_that_names_its_axes_is_moved_with_its_tokens(strategy):
 
     def over_mesh(bias):
         def inside(_, projected, per_row):
-            return context_attention(*projected, across=where, mask=Causal(), implementation="blockwise", **per_row)
+            return context_attention(*projected, placement=where, mask=Causal(), implementation="blockwise", **per_row)
 
         placed = Weighted(*(layout.apply(x, 2) for x in (bias.asks, bias.weights)))
         out = attend_on_mesh(inside, where, (), [layout.apply(x, 1) for x in (q, k, v)], {"bias": placed})

@@ -34,12 +34,12 @@ def test_the_gradient_of_a_log_sum_exp_is_counted_once(monkeypatch, kind, heads)
     """By the part of the group's own keys, however many parts and pieces there are."""
     monkeypatch.setitem(BACKENDS, "dense", Backend(dense, telling))
     mesh = jax.make_mesh((SHARDS,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS])
-    across = Placement((), "context", None, "ring", Layout(kind, SHARDS))
+    placement = Placement((), "context", None, "ring", Layout(kind, SHARDS))
     q, k, v = np.random.default_rng(0).standard_normal((3, ROWS, LENGTH, heads, SIZE)).astype(np.float32)
 
     def lse(q, k, v):
         options = {"mask": Causal(), "scale": 0.5, "implementation": "dense", "return_residuals": True}
-        return context_attention(q, k, v, across=across, **options)[1]
+        return context_attention(q, k, v, placement=placement, **options)[1]
 
     tokens = P(None, "context")
     spread = jax.shard_map(lse, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
@@ -50,17 +50,17 @@ def test_the_gradient_of_a_log_sum_exp_is_counted_once(monkeypatch, kind, heads)
 def spread_over(kind):
     """Attention by a ring, of queries, keys and values in the order of their tokens."""
     mesh = jax.make_mesh((SHARDS,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS])
-    across = Placement((), "context", None, "ring", Layout(kind, SHARDS))
+    placement = Placement((), "context", None, "ring", Layout(kind, SHARDS))
 
     def spread(q, k, v, **options):
         tokens = P(None, "context")
         part = jax.shard_map(
-            lambda *operands: context_attention(*operands, across=across, **options),
+            lambda *operands: context_attention(*operands, placement=placement, **options),
             mesh=mesh,
             in_specs=(tokens,) * 3,
             out_specs=tokens,
         )
-        return across.layout.restore(part(*(across.layout.apply(x, 1) for x in (q, k, v))), 1)
+        return placement.layout.restore(part(*(placement.layout.apply(x, 1) for x in (q, k, v))), 1)
 
     return spread
 

@@ -45,7 +45,7 @@ def gradients(mesh: Mesh, strategy: str, kind: str, bias: str, rows: int = 1, ma
 
     def loss(params, projected):
         def inside(params, projected, _):
-            return scheme.attend(*projected, params=params, across=where)
+            return scheme.attend(*projected, params=params, placement=where)
 
         return jnp.square(attend_on_mesh(inside, where, params, projected, {}).astype(jnp.float32)).sum()
 

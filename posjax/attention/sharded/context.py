@@ -36,7 +36,7 @@ def context_attention(
     k: Float[Array, "batch keys kv_heads size"],
     v: Float[Array, "batch keys kv_heads value_size"],
     *,
-    across: Placement,
+    placement: Placement,
     bias=None,
     mask: Mask | Bool[Array, "..."] | None = None,
     scale: float | Float[Array, "..."] | None = None,
@@ -53,11 +53,11 @@ def context_attention(
 
     Results, gradients and arguments are those of ``attention`` for the whole sequence, but arguments with an axis of
     tokens (positions, the arrays of masks and biases, a scale) hold the tokens of this device, in the order of
-    ``across.layout``.
+    ``placement.layout``.
 
     Args:
         q, k, v: the tokens and heads of this device.
-        across: the mesh axes of the sequence and the heads, and the strategy. Axes that do not exist count as one
+        placement: the mesh axes of the sequence and the heads, and the strategy. Axes that do not exist count as one
             device.
         bias: a spec, or a bias bound for all heads of the model, or with arrays of tokens (FoX) for this device's.
         mask: its head axis, if it has one, is that of all heads of the model.
@@ -72,12 +72,12 @@ def context_attention(
         ValueError: as ``attention``, and for a strategy that cannot split the call, with the reason.
     """
     api.check_shapes(q, k, v)
-    heads = _Heads(across, q.shape[2])
+    heads = _Heads(placement, q.shape[2])
     bias, mask, remap = heads.of_bias(bias), None if mask is None else as_mask(mask), branches(remap)
     api.check_aligned(q, k, q_positions, api.reads_positions(bias, mask, remap, decay))
-    _check_no_pairs(across, bias=bias, mask=(mask, remap))
+    _check_no_pairs(placement, bias=bias, mask=(mask, remap))
     mask, remap = heads.of_mask(mask), tuple(map(heads.of_branch, remap))
-    positions = _positions(across, "q_positions", q_positions, q), _positions(across, "kv_positions", kv_positions, k)
+    positions = _positions(placement, "q_positions", q_positions, q), _positions(placement, "kv_positions", kv_positions, k)
     x = api.operands(q, k, v, bias=bias, mask=mask, remap=remap, decay=decay, softcap=softcap, positions=positions)
     scale = api.grouped_scale(without_padded_scale(mask, heads.last(scale), q), q, k.shape[2])
     sinks = heads.last(sinks)
@@ -85,15 +85,15 @@ def context_attention(
     check_ahead(x.bias, x.mask, *positions)
     call = Call(x, scale if is_number(scale) else jnp.asarray(scale, statistics_dtype(q)))
     with_lse = return_residuals or sinks is not None
-    out, lse = _spread(across, vary_alike(call), implementation, with_lse)
+    out, lse = _spread(placement, vary_alike(call), implementation, with_lse)
     return api.finished(out, lse, sinks, return_residuals)
 
 
 class _Heads:
     """Selects this device's ``size`` heads from arguments for all heads of the model."""
 
-    def __init__(self, across: Placement, size: int):
-        self.size, self.all, self.start = size, across.all_heads(size), across.first_head(size)
+    def __init__(self, placement: Placement, size: int):
+        self.size, self.all, self.start = size, placement.all_heads(size), placement.first_head(size)
 
     def last(self, array):
         """This device's heads of an array whose last axis may be all heads."""
@@ -117,27 +117,27 @@ class _Heads:
         return api.bound(bias, self.all).heads(self.start, self.size)
 
 
-def _check_no_pairs(across: Placement, **slots) -> None:
+def _check_no_pairs(placement: Placement, **slots) -> None:
     """Raises ValueError for arrays over pairs of tokens if devices share a sequence: they cannot be split."""
-    if across.shards == 1:
+    if placement.shards == 1:
         return
     found = [name for name, slot in slots.items() if any({"queries", "keys"} <= set(names) for names in names_of(slot))]
     check(
         not found,
-        f"{' and '.join(found)}: an array over pairs of tokens is not supported if the {across.shards} devices of axis "
-        f"{across.context!r} share a row; use masks and biases of positions or of tokens (masks.Segments for padding)",
+        f"{' and '.join(found)}: an array over pairs of tokens is not supported if the {placement.shards} devices of axis "
+        f"{placement.context!r} share a row; use masks and biases of positions or of tokens (masks.Segments for padding)",
     )
 
 
-def _positions(across: Placement, name: str, positions: Positions | None, x) -> Positions:
+def _positions(placement: Placement, name: str, positions: Positions | None, x) -> Positions:
     """The checked positions of queries or keys ``x``: a ``Range`` over the whole sequence, or this device's array."""
-    if across.shards == 1:
+    if placement.shards == 1:
         return checked_positions(name, positions, x)
-    tokens, whole = x.shape[1], across.whole(x.shape[1])
+    tokens, whole = x.shape[1], placement.whole(x.shape[1])
     if positions is None:
         return Range(0, whole)
     if not isinstance(positions, Range):
-        return checked_positions(name, across.local(positions, tokens), x)
+        return checked_positions(name, placement.local(positions, tokens), x)
     check(
         positions.length == whole and positions.is_static,
         f"positions must be a Range over the whole sequence of {whole} tokens whose start is known, or an array "
@@ -146,30 +146,30 @@ def _positions(across: Placement, name: str, positions: Positions | None, x) -> 
     return positions
 
 
-def _spread(across: Placement, call: Call, implementation: str | None, with_lse: bool) -> tuple:
+def _spread(placement: Placement, call: Call, implementation: str | None, with_lse: bool) -> tuple:
     """Output and log-sum-exp of a call by the strategy of the placement."""
-    shards, length = across.shards, across.whole(call.x.q.shape[3])
+    shards, length = placement.shards, placement.whole(call.x.q.shape[3])
 
     def here(call: Call) -> tuple:
         return api.run(implementation, call.x, call.scale, with_lse)
 
     if shards == 1:
         # One device may still hold a sequence in the layout for several devices.
-        line = Line(None, 1, 1, across.layout, length)
-        return ulysses(line, call, here) if across.layout.reorders else here(call)
-    layout = across.layout_over(shards)
+        line = Line(None, 1, 1, placement.layout, length)
+        return ulysses(line, call, here) if placement.layout.reorders else here(call)
+    layout = placement.layout_over(shards)
     layout.check(length)
-    sizes = _sizes(call, across, length)
-    strategy = across.chosen(sizes)
-    line = Line(across.context, shards, 1, layout, length)
+    sizes = _sizes(call, placement, length)
+    strategy = placement.chosen(sizes)
+    line = Line(placement.context, shards, 1, layout, length)
     if strategy == "all-gather":
         return _by_pieces(line, gathered(line, call), here)
     if strategy == "neighbour":
         return neighbour(line, call, sizes.window, here)
     if strategy == "ring":
         return ring(_joined(line, call.x), implementation, call)
-    width = shards if strategy == "ulysses" else across.ulysses
-    line = _joined(Line(across.context, shards // width, width, layout, length), call.x)
+    width = shards if strategy == "ulysses" else placement.ulysses
+    line = _joined(Line(placement.context, shards // width, width, layout, length), call.x)
     return ulysses(line, call, here if line.shards == 1 else partial(ring, line, implementation))
 
 
@@ -182,7 +182,7 @@ def _joined(line: Line, x: Operands) -> Line:
     return dataclasses.replace(line, split=not joins)
 
 
-def _sizes(call: Call, across: Placement, length: int) -> Sizes:
+def _sizes(call: Call, placement: Placement, length: int) -> Sizes:
     """The sizes of a call, for the choice of a strategy."""
     x = call.x
     bounds = None if x.mask is None else x.mask.kept_keys
@@ -191,14 +191,14 @@ def _sizes(call: Call, across: Placement, length: int) -> Sizes:
         length=length,
         heads=x.q.shape[1] * x.q.shape[2],
         kv_heads=x.q.shape[1],
-        shards=across.shards,
+        shards=placement.shards,
         features=sum(k.shape[-1] for _, k in x.pairs) + x.v.shape[-1],
         query_features=sum(q.shape[-1] for q, _ in x.pairs) + x.v.shape[-1],
         itemsize=x.q.dtype.itemsize,
         window=bounds[1] if bounds is not None and bounds[0] == 0 else None,
         counts=isinstance(x.bias, ContextualBias),
-        layout=across.layout_over(across.shards),
-        ulysses=across.ulysses,
+        layout=placement.layout_over(placement.shards),
+        ulysses=placement.ulysses,
     )
 
 

@@ -36,7 +36,7 @@ def attend_on_mesh(
     that the placement does not name. The gradients of replicated arrays are summed over the devices.
 
     Args:
-        function: for instance ``Scheme.attend`` with ``across=placement.for_key_heads(...)``. Called directly without a
+        function: for instance ``Scheme.attend`` with ``placement=placement.for_key_heads(...)``. Called directly without a
             mesh in use, or inside a ``shard_map`` over the placement's axes.
         placement: the axes of batch, sequence and heads.
         replicated: a tree whose arrays are the same on all devices.
@@ -86,7 +86,7 @@ def enter(
 
 
 def over_mesh(split: Split, function: Callable[..., Any], projected, params, options: Mapping[str, Any]) -> Any:
-    """``function(*projected, **options, across=...)`` on every device's batch rows and heads; see ``attend_on_mesh``.
+    """``function(*projected, **options, placement=...)`` on every device's batch rows and heads; see ``attend_on_mesh``.
 
     Args:
         split: the mesh and the placement.
@@ -97,7 +97,7 @@ def over_mesh(split: Split, function: Callable[..., Any], projected, params, opt
     """
     placement = split.placement.for_key_heads(split.mesh.shape, projected[1].shape[2])
     arrays = {name: value for name, value in options.items() if any(map(is_array, jax.tree.leaves(value)))}
-    rest = {name: value for name, value in options.items() if name not in arrays} | {"across": placement}
+    rest = {name: value for name, value in options.items() if name not in arrays} | {"placement": placement}
 
     def inside(params, projected, arrays):
         given = {} if params is None else {"params": params}
