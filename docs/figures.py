@@ -37,7 +37,7 @@ def figure(method: Method) -> tuple[str, str]:
     about = subject(method)
     if about == "positions":
         return _svg(1, lambda axes: _draw_positions(axes, method)), "Positions that the rule draws in training, by row."
-    if _is_rule(method) and method.scheme.features.frequencies.axes == 1:
+    if _is_rule(method) and method.scheme.features.frequencies.num_axes == 1:
         caption = f"Left: each pair's frequency over that of plain RoPE. {_caption()} {CONTENTS}"
         return _svg(2, lambda axes: _draw_rule(axes, method)), caption
     if about == "embedding":
@@ -45,7 +45,7 @@ def figure(method: Method) -> tuple[str, str]:
         caption = f"{_caption()} The embeddings attend to each other, without projections."
         return _svg(1, lambda axes: _draw_weights(axes, curves)), caption
     curves = {label: _curve(scheme, method.head_dim) for label, scheme in _lines(method).items()}
-    several = getattr(getattr(method.scheme, "features", None), "axes", 1) > 1
+    several = getattr(getattr(method.scheme, "features", None), "num_axes", 1) > 1
     caption = f"{_caption()} {CONTENTS}" + " Positions move along all axes at once." * several
     return _svg(1, lambda axes: _draw_weights(axes, curves)), caption
 

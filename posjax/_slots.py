@@ -176,9 +176,9 @@ class Features:
     """None for a method that fits bidirectional attention too; otherwise why not, or the option that makes it fit."""
 
     @property
-    def axes(self) -> int:
+    def num_axes(self) -> int:
         """How many coordinates a position has."""
-        return 1 if self.frequencies is None else self.frequencies.axes
+        return 1 if self.frequencies is None else self.frequencies.num_axes
 
     @property
     def reads_length(self) -> bool:

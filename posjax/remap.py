@@ -38,9 +38,9 @@ from posjax.rotary import Ahead, FrequencyRule, Stretched
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """Features that replace the first pair of features for the pairs of tokens in the mask ``where``.
+    """Features that replace the first pair of features for the pairs of tokens that ``mask`` allows.
 
-    Masks of several branches must not overlap. ``where`` itself hides no keys; the mask of the call does.
+    Masks of several branches must not overlap. ``mask`` itself hides no keys; the mask of the call does.
 
     Args:
         q: ``[batch, queries, heads, size]``, as wide as the first pair.
@@ -50,7 +50,7 @@ class Branch:
 
     q: Float[Array, "batch queries heads size"]
     k: Float[Array, "batch keys kv_heads size"]
-    where: Mask
+    mask: Mask
 
 
 def branches(remap: Any) -> tuple[Branch, ...]:
@@ -82,7 +82,10 @@ class Remap:
             type(features).value is Features.value,
             f"remap: {name} changes only scores, but {type(features).__name__} encodes position in values too",
         )
-        check(features.axes == 1, f"remap: {name} needs positions on one axis, but the features have {features.axes}")
+        check(
+            features.num_axes == 1,
+            f"remap: {name} needs positions on one axis, but the features have {features.num_axes}",
+        )
 
     def mask(self) -> Mask | None:
         """The method's own mask, besides the model's, or None."""

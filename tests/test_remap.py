@@ -97,7 +97,7 @@ def oracle(score, distance, q, k, positions=None):
 def branches_and_places(remap, features, q, k, positions):
     """``remap.branches``, and where each branch takes part."""
     phi, psi, branches = remap.branches(features, {}, q, k, positions, positions, head_dim=q.shape[-1])
-    return phi, psi, branches, [masks.materialise(branch.where, positions, positions) for branch in branches]
+    return phi, psi, branches, [masks.materialise(branch.mask, positions, positions) for branch in branches]
 
 
 def put_together(phi, psi, branches, places):
@@ -180,7 +180,7 @@ def one_score(remap, i, j, features=None):
         phi, psi, branches = remap.branches(*given, head_dim=SIZE)
         found = (phi * psi).sum()
         for branch in branches:
-            there = masks.materialise(branch.where, q_positions, kv_positions)
+            there = masks.materialise(branch.mask, q_positions, kv_positions)
             found = jnp.where(there, (branch.q * branch.k).sum(), found)
         return found.squeeze()
 
@@ -307,8 +307,8 @@ def test_only_tiles_on_a_boundary_compute_several_scores(name):
     def kinds_and_tiles():
         found = []
         for branch in branches_over(remap, there, SIZE):
-            whole = masks.materialise(branch.where, there, there)
-            found.append((tile_kinds(branch.where, there, there, block, block), whole))
+            whole = masks.materialise(branch.mask, there, there)
+            found.append((tile_kinds(branch.mask, there, there, block, block), whole))
         return found
 
     for kinds, whole in jax.device_get(kinds_and_tiles()):
@@ -323,7 +323,7 @@ def test_a_window_has_two_diagonals_of_boundary_tiles():
     @partial(jax.jit, static_argnums=0)
     def kinds(window):
         (branch,) = branches_over(ReRoPE(window), there, 2)
-        return tile_kinds(Causal() & branch.where, there, there, 64, 64)
+        return tile_kinds(Causal() & branch.mask, there, there, 64, 64)
 
     assert (np.asarray(kinds(1000)) == MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
     # A window that ends on a tile's edge crosses one diagonal only.

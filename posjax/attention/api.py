@@ -50,10 +50,10 @@ def operands(
     if bias is not None:
         bias.check(q.shape[0], q.shape[1], k.shape[1])
     _check_remap(remap, decay, q, k)
-    check_masks(q, k, mask, *(branch.where for branch in remap))
+    check_masks(q, k, mask, *(branch.mask for branch in remap))
     kv_heads = k.shape[2]
     q, k, v = without_padding(mask, q, k, v)
-    remap = tuple(Branch(*without_padding(mask, b.q, b.k), b.where) for b in remap)
+    remap = tuple(Branch(*without_padding(mask, b.q, b.k), b.mask) for b in remap)
     x = Operands(
         q=grouped(q, kv_heads),
         k=jnp.moveaxis(k, 1, 2),
@@ -62,7 +62,7 @@ def operands(
         mask=mask,
         q_positions=positions[0],
         kv_positions=positions[1],
-        remap=tuple(RemappedPair(grouped(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.where) for b in remap),
+        remap=tuple(RemappedPair(grouped(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.mask) for b in remap),
         decay=rates(decay, statistics_dtype(q)),
         softcap=checked_softcap(softcap, q),
     )

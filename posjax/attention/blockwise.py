@@ -189,7 +189,7 @@ def _pair_masks(tile: Operands, kind: Kind) -> list:
     if len(kind.pairs) == 1:
         return [None]
     remap = [
-        group_mask(branch.where.allowed(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3])
+        group_mask(branch.mask.allowed(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3])
         for branch in tile.remap
     ]
     return [~reduce(jnp.logical_or, remap), *remap]

@@ -71,6 +71,6 @@ def _scores(x: Operands, q_positions, kv_positions):
         q, k = decayed(q, q_factor), decayed(k, k_factor)
     logits = scores(q, k)
     for branch in x.remap:
-        where = group_mask(branch.where.allowed(q_positions, kv_positions), *q.shape[1:3])
+        where = group_mask(branch.mask.allowed(q_positions, kv_positions), *q.shape[1:3])
         logits = jnp.where(where, scores(branch.q, branch.k), logits)
     return logits

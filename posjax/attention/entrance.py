@@ -134,13 +134,13 @@ def attention(
 def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, remap, **options):
     """Attention on every device, for its own batch rows and heads."""
     mask, remap = None if mask is None else as_mask(mask), branches(remap)
-    check_masks(q, k, mask, *(branch.where for branch in remap))
+    check_masks(q, k, mask, *(branch.mask for branch in remap))
     check_sinks(options["sinks"], q.shape[2])
     options |= {"bias": bound(bias, q.shape[2]), "mask": mask, "scale": _with_three_axes(scale)}
-    options |= {"where": tuple(branch.where for branch in remap)}
+    options |= {"masks": tuple(branch.mask for branch in remap)}
 
-    def inside(q, k, v, *pairs, where, **given):
-        branches = zip(pairs[::2], pairs[1::2], where, strict=True)
+    def inside(q, k, v, *pairs, masks, **given):
+        branches = zip(pairs[::2], pairs[1::2], masks, strict=True)
         return context_attention(q, k, v, remap=[Branch(*branch) for branch in branches], **given)
 
     projected = [q, k, v, *(x for branch in remap for x in (branch.q, branch.k))]

@@ -35,14 +35,14 @@ _QUERIES = ("batch", "kv_heads", "group", "queries", "size")
 _KEYS = ("batch", "kv_heads", "keys", "size")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "where"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "mask"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class RemappedPair(WithAxes):
     """A ``Branch`` with queries and keys in the layout of ``Operands``."""
 
     q: Float[Array, "batch kv_heads group queries size"]
     k: Float[Array, "batch kv_heads keys size"]
-    where: Mask
+    mask: Mask
 
     axes: ClassVar = {"q": _QUERIES, "k": _KEYS}
 
@@ -96,7 +96,7 @@ class Operands(WithAxes):
     @property
     def masks(self) -> tuple[Mask | None, ...]:
         """The mask, and that of every remapped pair."""
-        return self.mask, *(pair.where for pair in self.remap)
+        return self.mask, *(pair.mask for pair in self.remap)
 
     def with_slots(self, function: Callable) -> "Operands":
         """The operands with ``function`` applied to the bias and to every mask that is not None."""
@@ -104,7 +104,7 @@ class Operands(WithAxes):
         def of(slot):
             return None if slot is None else function(slot)
 
-        remap = tuple(dataclasses.replace(pair, where=of(pair.where)) for pair in self.remap)
+        remap = tuple(dataclasses.replace(pair, mask=of(pair.mask)) for pair in self.remap)
         return dataclasses.replace(self, bias=of(self.bias), mask=of(self.mask), remap=remap)
 
 

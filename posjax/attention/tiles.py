@@ -129,7 +129,7 @@ def _pairs(x: Operands, q: BlockBounds, k: BlockBounds, together: bool):
     """Index of the pair of features that scores a tile; the number of pairs if it needs all of them."""
     pair, whole = 0, True
     for n, branch in enumerate(x.remap, start=1):
-        some, every = _some_and_every(branch.where, q, k, together)
+        some, every = _some_and_every(branch.mask, q, k, together)
         pair, whole = pair + n * every, whole & (every | ~some)
     return pair * whole + len(x.pairs) * (1 - whole)
 

@@ -138,7 +138,9 @@ class Attention(nnx.Module):
         settings |= {"coordinates": context.coordinates, "length": context.length}
         settings |= {"shared": context.shared.get(self.scheme, {})}
         decoded = partial(Attention._decoded, partition=self._partition(x))
-        return on_any_mesh(decoded, self, x, cache, settings, like=(explicit_spec(x), jax.tree.map(explicit_spec, cache)))
+        return on_any_mesh(
+            decoded, self, x, cache, settings, like=(explicit_spec(x), jax.tree.map(explicit_spec, cache))
+        )
 
     def _partition(self, x) -> PartitionSpec | None:
         """The spec of the queries over the mesh, or None if its devices do not divide the batch."""

@@ -29,23 +29,23 @@ class SpanPositions(NamedTuple):
     end: int
 
 
-def by_axis(positions: Positions | Array, axes: int) -> list[Any]:
+def by_axis(positions: Positions | Array, num_axes: int) -> list[Any]:
     """The positions on each axis, in the form ``[n]`` or ``[batch, n]``; a list of one if all axes share them.
 
     positions: coordinates ``[n, axes]`` or ``[batch, n, axes]``; or the ids of text, the same on every axis, as a
         ``Range``, ``[n]``, ``[batch, n]`` or ``[batch, n, 1]``. An array ``[m, axes]`` is read as coordinates: write
-        a batch of text rows with exactly ``axes`` tokens as ``[batch, n, 1]``.
+        a batch of text rows with exactly ``num_axes`` tokens as ``[batch, n, 1]``.
 
     Raises ValueError for a last axis of another length.
     """
     if isinstance(positions, Range):
         return [positions]
     array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
-    if array.ndim < 2 or (array.ndim == 2 and array.shape[-1] != axes):
+    if array.ndim < 2 or (array.ndim == 2 and array.shape[-1] != num_axes):
         return [array]
     check(
-        array.ndim <= 3 and array.shape[-1] in (1, axes),
-        f"positions of {axes} axes must be [n, {axes}] or [batch, n, {axes}], found shape {array.shape}",
+        array.ndim <= 3 and array.shape[-1] in (1, num_axes),
+        f"positions of {num_axes} axes must be [n, {num_axes}] or [batch, n, {num_axes}], found shape {array.shape}",
     )
     return [array[..., a] for a in range(array.shape[-1])]
 
@@ -83,11 +83,11 @@ def mrope_positions(spans: Sequence[Span], start: int = 0) -> SpanPositions:
     return _lay_out(spans, 3, grid, start, np.int32)
 
 
-def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, axes: int = 2, start: int = 0) -> SpanPositions:
+def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, num_axes: int = 2, start: int = 0) -> SpanPositions:
     """Ids of text and images that treat the two symmetrically: RoPE-Tie (kexue.fm 10040; 10352 for "centred").
 
-    spans: as in :func:`mrope_positions`, each grid with ``axes`` sizes n_a. L is the position of the last text token
-        before the grid, N = prod n_a its number of cells, K the position of the next text token. On axis a, cell
+    spans: as in :func:`mrope_positions`, each grid with ``num_axes`` sizes n_a. L is the position of the last text
+        token before the grid, N = prod n_a its number of cells, K the position of the next text token. On axis a, cell
         i_a = 1 .. n_a has the position
     spacing:
         ``"tie"``            L + i_a prod_{b != a} (n_b + 1),   K = L + prod_b (n_b + 1); int32. For an image of h rows
@@ -101,7 +101,7 @@ def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, axes: int = 2,
     check_choice("spacing", spacing, TIE_SPACINGS)
 
     def grid(sizes):
-        check(len(sizes) == axes, f"spans: a grid of {axes} axes has {axes} sizes, found {sizes}")
+        check(len(sizes) == num_axes, f"spans: a grid of {num_axes} axes has {num_axes} sizes, found {sizes}")
         cells, number, sizes = grid_coordinates(*sizes) + 1, math.prod(sizes), np.array(sizes)
         if spacing == "tie":
             area = int(np.prod(sizes + 1))
@@ -110,16 +110,16 @@ def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, axes: int = 2,
             return cells * ((number + 1) / (sizes + 1)), number + 1
         return cells + (number - sizes) / 2, number + 1
 
-    return _lay_out(spans, axes, grid, start, np.int32 if spacing == "tie" else np.float32)
+    return _lay_out(spans, num_axes, grid, start, np.int32 if spacing == "tie" else np.float32)
 
 
-def _lay_out(spans: Sequence[Span], axes: int, grid: Callable, start: int, dtype: Any) -> SpanPositions:
+def _lay_out(spans: Sequence[Span], num_axes: int, grid: Callable, start: int, dtype: Any) -> SpanPositions:
     """Lays spans one after another; ``grid(sizes)`` gives a grid's offsets from the token before it, and K - L."""
-    parts, last = [np.zeros((0, axes))], start - 1
+    parts, last = [np.zeros((0, num_axes))], start - 1
     for span in spans:
         if isinstance(span, numbers.Integral):
             check_count("spans: a number of text tokens", span)
-            offsets, advance = np.repeat(np.arange(1, span + 1)[:, None], axes, axis=1), span + 1
+            offsets, advance = np.repeat(np.arange(1, span + 1)[:, None], num_axes, axis=1), span + 1
         else:
             check(1 < len(span) < 4, f"spans: a number of tokens, (h, w) or (t, h, w), found {span!r}")
             offsets, advance = grid(tuple(span))

@@ -137,7 +137,7 @@ class GeneralRotary(Features):
             object.__setattr__(self, name, value)
 
     @property
-    def axes(self) -> int:
+    def num_axes(self) -> int:
         """Number of axes."""
         return len(self.omega)
 
@@ -148,8 +148,8 @@ class GeneralRotary(Features):
 
     def table(self, positions) -> RotaryTable:
         """cos and sin of ``<p, omega_t>``, float32 ``[length, d/2]`` or ``[batch, length, d/2]``."""
-        coordinates = [as_real_positions(axis) for axis in by_axis(positions, self.axes)]
-        coordinates = coordinates * self.axes if len(coordinates) == 1 else coordinates
+        coordinates = [as_real_positions(axis) for axis in by_axis(positions, self.num_axes)]
+        coordinates = coordinates * self.num_axes if len(coordinates) == 1 else coordinates
         angle = sum(real_angles(axis, exact(row)) for axis, row in zip(coordinates, self.omega, strict=True))
         return RotaryTable(jnp.cos(angle), jnp.sin(angle))
 

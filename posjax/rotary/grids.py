@@ -21,9 +21,9 @@ from posjax.rotary.tables import RotaryTable
 
 
 class SeveralAxes(FrequencyRule):
-    """A rule whose pairs each read one of ``axes`` coordinates."""
+    """A rule whose pairs each read one of ``num_axes`` coordinates."""
 
-    axes: int
+    num_axes: int
 
     def pair_axes(self, head_dim: int | None = None) -> Int[np.ndarray, "w/2"]:
         """The coordinate that each pair rotates with."""
@@ -44,7 +44,7 @@ class SeveralAxes(FrequencyRule):
     ) -> RotaryTable:
         """As :meth:`FrequencyRule.table`, for coordinates too; each pair uses the table of its axis."""
         options = {"head_dim": head_dim, "length": length, "params": params, "precision": precision}
-        first, *others = (self.axis_table(axis, **options) for axis in by_axis(positions, self.axes))
+        first, *others = (self.axis_table(axis, **options) for axis in by_axis(positions, self.num_axes))
         which = self.pair_axes(head_dim)
         for axis, table in enumerate(others, 1):
             first = RotaryTable(*(jnp.where(which == axis, b, a) for a, b in zip(first, table, strict=True)))
@@ -83,7 +83,7 @@ class Axial(SeveralAxes):
         super().__post_init__()
 
     @property
-    def axes(self) -> int:
+    def num_axes(self) -> int:
         """Number of axes."""
         return len(self.order)
 
@@ -91,7 +91,8 @@ class Axial(SeveralAxes):
         """w, which ``2 axes`` must divide."""
         width = super().rotary_dim(head_dim)
         check(
-            width % (2 * self.axes) == 0, f"{self.axes} axes need a rotary width divisible by {2 * self.axes}: {width}"
+            width % (2 * self.num_axes) == 0,
+            f"{self.num_axes} axes need a rotary width divisible by {2 * self.num_axes}: {width}",
         )
         return width
 
@@ -99,12 +100,12 @@ class Axial(SeveralAxes):
         """theta of every pair, block after block, in float64 on the host, radians per unit of its coordinate."""
         width = self.rotary_dim(head_dim)
         if self.split == "repeated":
-            return self.unit * np.tile(inverse_powers(self.base, width // self.axes), self.axes)
-        return self.unit * inverse_powers(self.base, width).reshape(-1, self.axes).T.ravel()
+            return self.unit * np.tile(inverse_powers(self.base, width // self.num_axes), self.num_axes)
+        return self.unit * inverse_powers(self.base, width).reshape(-1, self.num_axes).T.ravel()
 
     def pair_axes(self, head_dim: int | None = None):
         """Blocks of equal size, in ``order``."""
-        return np.repeat(self.order, self.rotary_dim(head_dim) // (2 * self.axes))
+        return np.repeat(self.order, self.rotary_dim(head_dim) // (2 * self.num_axes))
 
     def axis_table(self, positions: Positions, **options) -> RotaryTable:
         """The table at ``positions + offset``."""
@@ -218,7 +219,7 @@ class MRoPE(_OneDimensional):
         super().__post_init__()
 
     @property
-    def axes(self) -> int:
+    def num_axes(self) -> int:
         """Number of axes."""
         return len(self.sections)
 
@@ -235,11 +236,11 @@ class MRoPE(_OneDimensional):
         """Runs of ``sections``, or every k-th pair."""
         pairs = self.rotary_dim(head_dim) // 2
         if self.layout == "chunked":
-            return np.repeat(np.arange(self.axes), self.sections)
+            return np.repeat(np.arange(self.num_axes), self.sections)
         which = np.zeros(pairs, int)
-        for axis in range(1, self.axes):
-            which[axis : self.axes * self.sections[axis] : self.axes] = axis
-        found = tuple(np.bincount(which, minlength=self.axes).tolist())
+        for axis in range(1, self.num_axes):
+            which[axis : self.num_axes * self.sections[axis] : self.num_axes] = axis
+        found = tuple(np.bincount(which, minlength=self.num_axes).tolist())
         check(found == self.sections, f"sections {self.sections} cannot be interleaved: that would give {found}")
         return which
 
@@ -256,16 +257,16 @@ class RoPETie(_OneDimensional):
     Text at (n, n) is exactly 1-D RoPE, so a language model computes the same as before;
     :func:`posjax.rotary.tie_positions` places images.
 
-    axes: how many coordinates a position has, at least 2.
+    num_axes: how many coordinates a position has, at least 2.
     """
 
-    axes: int = 2
+    num_axes: int = 2
 
     def __post_init__(self):
-        check_count("axes", self.axes)
-        check(self.axes > 1, f"axes must be at least 2, found {self.axes}")
+        check_count("num_axes", self.num_axes)
+        check(self.num_axes > 1, f"num_axes must be at least 2, found {self.num_axes}")
         super().__post_init__()
 
     def pair_axes(self, head_dim: int | None = None):
         """The axes in turn."""
-        return np.arange(self.rotary_dim(head_dim) // 2) % self.axes
+        return np.arange(self.rotary_dim(head_dim) // 2) % self.num_axes

@@ -46,7 +46,7 @@ class FrequencyRule:
 
     reads_length: ClassVar[bool] = False
     """Whether the rule reads the current length (dynamic NTK, LongRoPE, CLEX)."""
-    axes: ClassVar[int] = 1
+    num_axes: ClassVar[int] = 1
     """How many coordinates a position has."""
     shift_invariant: ClassVar[bool] = True
     """Whether the angle between two tokens depends only on the difference of their positions."""

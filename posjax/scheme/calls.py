@@ -53,7 +53,7 @@ class Where(NamedTuple):
         return self._for_features(features, k, self.kv_positions)
 
     def _for_features(self, features, x, positions):
-        several, positions, given = features.axes > 1, self.placement.local(positions, x.shape[1]), self.coordinates
+        several, positions, given = features.num_axes > 1, self.placement.local(positions, x.shape[1]), self.coordinates
         if given is None:
             rows = several and not isinstance(positions, Range) and jnp.ndim(positions) == 2
             return as_array(positions)[..., None] if rows else positions

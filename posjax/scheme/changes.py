@@ -58,7 +58,11 @@ def _kept(before: rotary.FrequencyRule, name: str) -> dict[str, Any]:
 def _with_rule(features, rule):
     """The features with another rule; M-RoPE and RoPE-Tie keep their axes and replace their inner rule."""
     before = features.frequencies
-    if isinstance(before, rotary.MRoPE | rotary.RoPETie) and isinstance(rule, rotary.FrequencyRule) and rule.axes == 1:
+    if (
+        isinstance(before, rotary.MRoPE | rotary.RoPETie)
+        and isinstance(rule, rotary.FrequencyRule)
+        and rule.num_axes == 1
+    ):
         own = {name: getattr(type(before), name) for name in ("base", "head_dim", "partial_rotary_factor")}
         rule = dataclasses.replace(before, rule=rule, **own)
     return dataclasses.replace(features, frequencies=rule)

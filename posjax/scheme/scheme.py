@@ -191,9 +191,10 @@ class Scheme(Choices):
             coordinates: positions of the tokens for the features only, in several axes (images) or real-valued, if
                 queries and keys are the same tokens; masks, biases and scales still read the integer positions.
             length: the current length, for schemes that read it; the number of keys when left out.
-            placement: how sequences and heads are split over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys and
-                everything with an axis of tokens are then those of one device, positions may be a ``Range`` over the
-                whole sequence, and ``params`` are those of all heads. The result is the same as for whole sequences.
+            placement: how sequences and heads are split over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys
+                and everything with an axis of tokens are then those of one device, positions may be a ``Range`` over
+                the whole sequence, and ``params`` are those of all heads. The result is the same as for whole
+                sequences.
             partition: how the queries are split over the Auto axes of a mesh; see ``attention``.
             options: the other arguments of ``attend_stored``.
 

@@ -51,7 +51,7 @@ class FeatureSlot(Learns, Protocol):
     widths: tuple[float, float]
     cached: str
     decays: bool
-    axes: int
+    num_axes: int
     reads_length: bool
     shift_invariant: bool
     softmax_scale: float

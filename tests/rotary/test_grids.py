@@ -43,7 +43,7 @@ ONE_D = [
     MRoPE(sections=(3, 3, 2), layout="interleaved", base=5e5),
     RoPETie(rule=YaRN(4.0, 8)),
 ]
-ONE_D = [*ONE_D, RoPETie(axes=3), RoPETie(partial_rotary_factor=0.5)]
+ONE_D = [*ONE_D, RoPETie(num_axes=3), RoPETie(partial_rotary_factor=0.5)]
 
 
 @pytest.mark.parametrize("name", AXIAL_LAYOUTS)
@@ -68,15 +68,15 @@ def test_sections_by_hand():
     assert Axial(order=(1, 0)).pair_axes(8).tolist() == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("rule", ONE_D, ids=lambda rule: f"{type(rule).__name__}-{rule.axes}")
+@pytest.mark.parametrize("rule", ONE_D, ids=lambda rule: f"{type(rule).__name__}-{rule.num_axes}")
 def test_text_is_one_dimensional_rope_bit_for_bit(rule):
     plain = rule.rule or Plain(rule.base, partial_rotary_factor=rule.partial_rotary_factor)
     expected = plain.table(Range(7, 5), head_dim=D)
     ids = np.arange(7, 12)
-    forms = [Range(7, 5), ids, np.stack([ids] * rule.axes, axis=1)]
+    forms = [Range(7, 5), ids, np.stack([ids] * rule.num_axes, axis=1)]
     for form in forms:
         chex.assert_trees_all_equal(rule.table(form, head_dim=D), expected)
-    batch = [ids[None], ids[None, :, None], np.stack([ids] * rule.axes, axis=1)[None]]
+    batch = [ids[None], ids[None, :, None], np.stack([ids] * rule.num_axes, axis=1)[None]]
     for form in batch:
         chex.assert_trees_all_equal(rule.table(form, head_dim=D), jax.tree.map(lambda part: part[None], expected))
 
@@ -84,7 +84,7 @@ def test_text_is_one_dimensional_rope_bit_for_bit(rule):
 @pytest.mark.parametrize("rule", [Axial(order=(2, 0, 1)), *ONE_D[:3]], ids=lambda rule: type(rule).__name__)
 def test_integer_coordinates_are_exact_and_each_pair_reads_its_axis(rule):
     d = 24 if isinstance(rule, Axial) else D
-    rows = np.array([[3, 1_000_003, -(2**31)], [2**31 - 1, -5, 131_071]])[:, : rule.axes]
+    rows = np.array([[3, 1_000_003, -(2**31)], [2**31 - 1, -5, 131_071]])[:, : rule.num_axes]
     table = jax.jit(lambda rows: rule.table(rows, head_dim=d))(rows)
     values, which = rule.inverse_frequencies(d), rule.pair_axes(d)
     for t, (value, axis) in enumerate(zip(values, which, strict=True)):
@@ -157,7 +157,7 @@ def test_other_feature_maps_take_the_rules_too():
         (lambda: MRoPE(layout="striped"), "layout: unknown value"),
         (lambda: MRoPE(rule=RoPETie()), "rule must be a frequency rule of one axis"),
         (lambda: MRoPE(rule=Plain(5e5), base=1e6), "base=1000000.0 but the rule has base=500000.0"),
-        (lambda: RoPETie(axes=1), "axes must be at least 2"),
+        (lambda: RoPETie(num_axes=1), "num_axes must be at least 2"),
         (lambda: RoPETie(base=0.5), "base must be greater than 1"),
         (lambda: RoPETie(partial_rotary_factor=1.5), "partial_rotary_factor must be in"),
         (lambda: RoPETie().to_hf(), "RoPETie has no form"),
@@ -165,7 +165,7 @@ def test_other_feature_maps_take_the_rules_too():
         (lambda: grid_coordinates(3, 0), "grid size must be positive"),
         (lambda: mrope_positions([2, 0]), "number of text tokens must be positive"),
         (lambda: mrope_positions([(2,)]), r"a number of tokens, \(h, w\)"),
-        (lambda: tie_positions([(1, 2, 3, 4)], axes=4), r"a number of tokens, \(h, w\) or \(t, h, w\), found"),
+        (lambda: tie_positions([(1, 2, 3, 4)], num_axes=4), r"a number of tokens, \(h, w\) or \(t, h, w\), found"),
         (lambda: tie_positions([(1, 2, 3)]), "a grid of 2 axes has 2 sizes"),
         (lambda: tie_positions([3], "even"), "spacing: unknown value"),
     ],
@@ -190,7 +190,7 @@ def test_mrope_ids_by_hand():
 def test_tie_treats_text_and_image_alike(spacing, sizes):
     """First cell - last text = next text - last cell; the next text at K, reached in equal steps."""
     cells = int(np.prod(sizes))
-    ids, end = tie_positions([9, sizes, 2], spacing, axes=len(sizes), start=100)
+    ids, end = tie_positions([9, sizes, 2], spacing, num_axes=len(sizes), start=100)
     last, image, following = 108, ids[9 : 9 + cells], ids[9 + cells :]
     np.testing.assert_allclose(image[0] - last, following[0] - image[-1], atol=1e-4)
     text = np.prod(np.array(sizes) + 1) if spacing == "tie" else cells + 1

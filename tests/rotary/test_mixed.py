@@ -42,7 +42,7 @@ def test_initial_frequencies_are_those_of_rope_vit():
 
 
 def test_three_axes_start_orthogonal_and_uneven_groups_are_filled():
-    frequencies = MixedRotary(axes=3).init(jax.random.key(0), **SIZES)["frequencies"]
+    frequencies = MixedRotary(num_axes=3).init(jax.random.key(0), **SIZES)["frequencies"]
     chex.assert_shape(frequencies, (KV, 3, D // 2))
     ends = np.asarray(frequencies[:, :, [0, 3, 6]])
     np.testing.assert_allclose(ends.swapaxes(1, 2) @ ends, np.tile(np.eye(3), (KV, 1, 1)), atol=1e-5)
@@ -99,10 +99,10 @@ def test_a_table_may_have_heads():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MixedRotary(axes=1), "axes must be at least 2"),
+        (lambda: MixedRotary(num_axes=1), "num_axes must be at least 2"),
         (lambda: MixedRotary(base=1.0), "base must be greater than 1"),
         (lambda: MixedRotary(pairing="neox"), "pairing: unknown value"),
-        (lambda: MixedRotary(axes=9).query_size(16), "need a head_dim of at least 18"),
+        (lambda: MixedRotary(num_axes=9).query_size(16), "need a head_dim of at least 18"),
         (lambda: MixedRotary().query_size(15), "head_dim must be a positive even"),
         (lambda: features(GRID, {}), "params must hold 'frequencies'"),
         (lambda: features(GRID, {"frequencies": jnp.zeros((2, 3, 8))}), r"\('kv_heads', 2, 8\), found \(2, 3, 8\)"),

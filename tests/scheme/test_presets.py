@@ -293,7 +293,7 @@ BAD = {
         },
         "axial": RULE | {"order": ((0, 0), (1, 2)), "split": ("halves",)},
         "mrope": RULE | {"sections": ((3,), (0, 4)), "layout": ("both",)},
-        "rope-tie": RULE | {"axes": (1, *NOT_A_COUNT)},
+        "rope-tie": RULE | {"num_axes": (1, *NOT_A_COUNT)},
         "clex": RULE
         | dict.fromkeys(("original_length", "max_factor", "param_factor", "steps"), NOT_A_COUNT)
         | {"activation": ("gelu",)},
@@ -309,7 +309,7 @@ BAD = {
         "rotary": PLACE,
         "vo-rope": PLACE | {"targets": ("v",)},
         "xpos": PLACE | {"gamma": NOT_POSITIVE, "scale_base": NOT_POSITIVE},
-        "mixed": {"axes": (1, *NOT_A_COUNT), "base": (1, *BELOW_ONE), "pairing": ("both",)},
+        "mixed": {"num_axes": (1, *NOT_A_COUNT), "base": (1, *BELOW_ONE), "pairing": ("both",)},
         "coca": PLACE | {"variant": ("coca",)},
         "coca-planes": PLACE | {"planes": ((3, 1), (-1, 2), (1,), (0, 1, 2), (0, 1.5), (False, True), 2, None)},
         "general": {"generators": ((), (((0.0, 1.0), (1.0, 0.0)),))},
@@ -386,7 +386,7 @@ BAD_PRESETS = {
     "clex": BAD["frequencies"]["clex"],
     "axial": {"layout": ("vit",)},
     "mrope": RULE | {"sections": ((2,), (2, 0, 2), (2, -1, 1), (2, 1.5, 1)), "layout": ("striped",), "rule": ("yarn",)},
-    "rope-tie": RULE | {"axes": (1, *NOT_A_COUNT), "rule": ("yarn",)},
+    "rope-tie": RULE | {"num_axes": (1, *NOT_A_COUNT), "rule": ("yarn",)},
     "kerple-log": {},
     "kerple-power": {},
     "inverse-leaky": {"length": (6, *NOT_A_COUNT), "extension": BELOW_ONE},

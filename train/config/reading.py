@@ -18,7 +18,7 @@ from train.config.settings.checks import check
 from train.config.typed import plain, section
 from train.runtime.paths import path
 
-_RENAMED = {"far": "remap", "trains": "trainable"}
+_RENAMED = {"far": "remap", "trains": "trainable", "axes": "num_axes"}
 """Keys that earlier versions saved, and their names now."""
 
 

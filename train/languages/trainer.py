@@ -27,8 +27,8 @@ def build(entry: SchemeConfig, config: TasksConfig) -> tuple[nn.DecoderConfig, R
     built = build_scheme(entry, config.num_layers)
     decoder = nn.DecoderConfig(VOCABULARY_SIZE, **sizes, causal=False, scheme=built, implementation="dense")
     first = decoder.layers.schemes[0]
-    axes = 1 if first.features is None else first.features.axes
-    return decoder, first.positions if axes == 1 else axes
+    num_axes = 1 if first.features is None else first.features.num_axes
+    return decoder, first.positions if num_axes == 1 else num_axes
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

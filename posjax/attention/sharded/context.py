@@ -77,7 +77,10 @@ def context_attention(
     api.check_aligned(q, k, q_positions, api.reads_positions(bias, mask, remap, decay))
     _check_no_pairs(placement, bias=bias, mask=(mask, remap))
     mask, remap = heads.of_mask(mask), tuple(map(heads.of_branch, remap))
-    positions = _positions(placement, "q_positions", q_positions, q), _positions(placement, "kv_positions", kv_positions, k)
+    positions = (
+        _positions(placement, "q_positions", q_positions, q),
+        _positions(placement, "kv_positions", kv_positions, k),
+    )
     x = api.operands(q, k, v, bias=bias, mask=mask, remap=remap, decay=decay, softcap=softcap, positions=positions)
     scale = api.grouped_scale(without_padded_scale(mask, heads.last(scale), q), q, k.shape[2])
     sinks = heads.last(sinks)
@@ -107,7 +110,7 @@ class _Heads:
         return on_device(mask).heads(self.start, self.size)
 
     def of_branch(self, branch: Branch) -> Branch:
-        return Branch(branch.q, branch.k, self.of_mask(branch.where))
+        return Branch(branch.q, branch.k, self.of_mask(branch.mask))
 
     def of_bias(self, bias) -> Bias | None:
         """The bias, bound for this device's heads."""
@@ -124,8 +127,9 @@ def _check_no_pairs(placement: Placement, **slots) -> None:
     found = [name for name, slot in slots.items() if any({"queries", "keys"} <= set(names) for names in names_of(slot))]
     check(
         not found,
-        f"{' and '.join(found)}: an array over pairs of tokens is not supported if the {placement.shards} devices of axis "
-        f"{placement.context!r} share a row; use masks and biases of positions or of tokens (masks.Segments for padding)",
+        f"{' and '.join(found)}: an array over pairs of tokens is not supported if the {placement.shards} devices "
+        f"of axis {placement.context!r} share a row; use masks and biases of positions or of tokens (masks.Segments "
+        "for padding)",
     )
 
 

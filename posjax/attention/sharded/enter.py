@@ -36,8 +36,8 @@ def attend_on_mesh(
     that the placement does not name. The gradients of replicated arrays are summed over the devices.
 
     Args:
-        function: for instance ``Scheme.attend`` with ``placement=placement.for_key_heads(...)``. Called directly without a
-            mesh in use, or inside a ``shard_map`` over the placement's axes.
+        function: for instance ``Scheme.attend`` with ``placement=placement.for_key_heads(...)``. Called directly
+            without a mesh in use, or inside a ``shard_map`` over the placement's axes.
         placement: the axes of batch, sequence and heads.
         replicated: a tree whose arrays are the same on all devices.
         projected: queries, keys and values, ``[batch, length, heads, size]``. Key heads are repeated if the devices of
@@ -86,11 +86,11 @@ def enter(
 
 
 def over_mesh(split: Split, function: Callable[..., Any], projected, params, options: Mapping[str, Any]) -> Any:
-    """``function(*projected, **options, placement=...)`` on every device's batch rows and heads; see ``attend_on_mesh``.
+    """``function(*projected, **options, placement=...)`` on every device's batch rows and heads.
 
     Args:
         split: the mesh and the placement.
-        function: for instance ``Scheme.attend``.
+        function: for instance ``Scheme.attend``; see ``attend_on_mesh``.
         projected: see ``attend_on_mesh``.
         params: the argument ``params`` of the function, the same on all devices; or None.
         options: other arguments; those with arrays have the names of ``attend_on_mesh``.

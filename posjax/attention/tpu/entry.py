@@ -227,7 +227,7 @@ def _pattern(x: Operands) -> tuple[Pattern, tuple]:
     formula, *numbers = dissect(x.mask)
     formulas = []
     for branch in x.remap:
-        where, *more = dissect(branch.where)
+        where, *more = dissect(branch.mask)
         formulas.append(where)
         numbers = [a + b for a, b in zip(numbers, more, strict=True)]
     positions = ([] if isinstance(p, Range) else [p] for p in (x.q_positions, x.kv_positions))
