@@ -158,9 +158,9 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
 def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> None:
     """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and predict memory and speed"""
     config = load(path, overrides)
-    from train.plan.command import Steps, plan
+    from train.plan.command import StepOptions, plan
 
-    plan(config, topology, slices, sweep, Steps.of(**steps))
+    plan(config, topology, slices, sweep, StepOptions.of(**steps))
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {

@@ -142,7 +142,7 @@ def grouped_scale(scale, q, kv_heads: int):
     return grouped(jnp.broadcast_to(scale, q.shape[:3])[..., None], kv_heads)
 
 
-def bound(bias, heads: int) -> Bias | None:
+def bind_bias(bias, heads: int) -> Bias | None:
     """A bound bias for ``heads`` heads, from a bound one, an array, or a spec without parameters."""
     if bias is None:
         return None

@@ -40,7 +40,7 @@ from posjax.attention.operands import (
     with_bias,
 )
 from posjax.attention.padding import lengthened_rows, pad
-from posjax.attention.tiles import Blocks, Kind, Visits, plan, visits
+from posjax.attention.tiles import Blocks, Kind, Visits, plan_tiles, visits
 from posjax.positions import Range, as_array
 
 TILE_ELEMENTS = 2**21
@@ -219,7 +219,7 @@ def _tile_logits(tile: Operands, kind: Kind):
 
 
 def _forward(blocks: Blocks, x: Operands):
-    kinds, (grid,) = plan(x, blocks, together=True)
+    kinds, (grid,) = plan_tiles(x, blocks, together=True)
     tiles = _visits(grid, kinds)
     *batch, length, _ = x.q.shape
     value_size = x.v.shape[-1]
@@ -277,7 +277,7 @@ def _backward_tile(
 
 def _gradients(blocks: Blocks, x: Operands, per_query: PerQuery) -> Operands:
     dtype = statistics_dtype(x.q)
-    kinds, (grid,) = plan(x, blocks, together=True)
+    kinds, (grid,) = plan_tiles(x, blocks, together=True)
     tiles = _visits(grid.T, kinds)
 
     def column(j, whole: _TileGradients) -> _TileGradients:

@@ -6,7 +6,7 @@ from typing import Literal, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from posjax.attention.api import bound, check_shapes
+from posjax.attention.api import bind_bias, check_shapes
 from posjax.attention.checks import check_masks, check_scale, check_sinks
 from posjax.attention.sharded.context import context_attention
 from posjax.attention.sharded.enter import over_mesh
@@ -136,7 +136,7 @@ def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, remap, **options):
     mask, remap = None if mask is None else as_mask(mask), branches(remap)
     check_masks(q, k, mask, *(branch.mask for branch in remap))
     check_sinks(options["sinks"], q.shape[2])
-    options |= {"bias": bound(bias, q.shape[2]), "mask": mask, "scale": _with_three_axes(scale)}
+    options |= {"bias": bind_bias(bias, q.shape[2]), "mask": mask, "scale": _with_three_axes(scale)}
     options |= {"masks": tuple(branch.mask for branch in remap)}
 
     def inside(q, k, v, *pairs, masks, **given):

@@ -80,7 +80,9 @@ class TilePlan(NamedTuple):
         return TilePlan(kinds, xp.where(alone, masked[0] if masked else len(kinds), self.grid))
 
 
-def plan(x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead=0, together: bool = False) -> TilePlan:
+def plan_tiles(
+    x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead=0, together: bool = False
+) -> TilePlan:
     """The kinds of all tiles.
 
     Args:

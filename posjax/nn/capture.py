@@ -9,8 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from posjax.nn.decoder import Decoder
-from posjax.nn.modules import Block, Context
-from posjax.nn.parts import plain
+from posjax.nn.modules import Block, LayerInputs
+from posjax.nn.parameters import plain
 from posjax.positions import Range
 from posjax.scheme import Scheme
 
@@ -55,7 +55,7 @@ def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int |
 @partial(jax.jit, static_argnames=("graph", "schemes", "length"))
 def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[Array, list[tuple]]:
     """The output of the blocks of one period, and the inputs of their attentions."""
-    context = Context(Range(0, x.shape[1]), None, visible, length, dict(zip(schemes, shared, strict=True)))
+    context = LayerInputs(Range(0, x.shape[1]), None, visible, length, dict(zip(schemes, shared, strict=True)))
     found = []
     for block in nnx.merge(graph, state):
         found.append(_given(block, x, context))
@@ -63,7 +63,7 @@ def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[A
     return x, found
 
 
-def _given(block: Block, x: Array, context: Context) -> tuple:
+def _given(block: Block, x: Array, context: LayerInputs) -> tuple:
     attention, x = block.attention, block.attention_input(x)
     scheme = attention.scheme
     params = plain(attention.learned) | context.shared.get(scheme, {})

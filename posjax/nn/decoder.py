@@ -18,9 +18,9 @@ from posjax.attention.sharded.automatic import axes_of, explicit_spec, on_auto_a
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
 from posjax.nn.lookup import lookup
-from posjax.nn.modules import Block, Context
+from posjax.nn.modules import Block, LayerInputs
 from posjax.nn.norms import make_norm
-from posjax.nn.parts import bias_parameter, parameter, placed, plain, scheme_parameters
+from posjax.nn.parameters import bias_parameter, parameter, placed, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Layers, Scheme
 
@@ -218,7 +218,7 @@ class Decoder(nnx.Module):
         seen = cache.used[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)
         index = jnp.where(valid, seen - 1, 0)
         where = index if positions is None else jnp.broadcast_to(positions, tokens.shape)
-        context = Context(where, None, index + 1, length, self._shared(), coordinates, valid)
+        context = LayerInputs(where, None, index + 1, length, self._shared(), coordinates, valid)
         x, stacks = self._embed(tokens, context), []
         for stack, caches in zip(self.stacks, cache.stacks, strict=True):
             x, caches = self._run_decode(stack, caches, x, context)
@@ -241,7 +241,7 @@ class Decoder(nnx.Module):
         check(shapes[0] == shapes[1], why)
         return nnx.merge(graph, state)
 
-    def _context(self, tokens, positions, segment_ids, length, coordinates) -> Context:
+    def _context(self, tokens, positions, segment_ids, length, coordinates) -> LayerInputs:
         (rows, columns), layout = tokens.shape, self.config.placement.layout
         if positions is not None and not isinstance(positions, Range) and jnp.ndim(positions) == 2:
             positions = jnp.broadcast_to(positions, (rows, columns))
@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
         counted = self._in_layout(where) + 1
         if not self.config.causal:
             counted = jnp.full_like(counted, columns) if ids is None else layout.apply(_segment_sizes(ids))
-        return Context(
+        return LayerInputs(
             positions=where if positions is None else positions,
             mask=None if segment_ids is None else Segments(segment_ids, finite=True),
             visible=counted,
@@ -273,7 +273,7 @@ class Decoder(nnx.Module):
             shared |= {scheme: plain(params) for scheme in self.config.layers.schemes if scheme.bias == spec.bias}
         return shared
 
-    def _embed(self, tokens, context: Context):
+    def _embed(self, tokens, context: LayerInputs):
         """The embeddings of tokens and positions."""
         learned = plain(self.embedding).get("embedding", {})
         where = context.positions, context.coordinates
@@ -291,7 +291,7 @@ class Decoder(nnx.Module):
             x = x + spec.embed(learned, where, self.config.model_dim)
         return x.astype(self.config.dtype)
 
-    def _run(self, stack: nnx.List, x, context: Context):
+    def _run(self, stack: nnx.List, x, context: LayerInputs):
         """The blocks of one pattern, repeated: a scan over its repeats, or the same in a Python loop."""
         graph, state = nnx.split(stack)
 
@@ -308,7 +308,7 @@ class Decoder(nnx.Module):
             x, _ = period(x, jax.tree.map(lambda leaf, n=n: leaf[n], state))
         return x
 
-    def _run_decode(self, stack: nnx.List, caches: tuple, x, context: Context):
+    def _run_decode(self, stack: nnx.List, caches: tuple, x, context: LayerInputs):
         """The blocks of one pattern on new tokens: a scan over its repeats, with their caches."""
         graph, state = nnx.split(stack)
 

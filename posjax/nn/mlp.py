@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from posjax.nn.config import DecoderConfig
-from posjax.nn.parts import bias_parameter, on_any_mesh, parameter, plus
+from posjax.nn.parameters import bias_parameter, on_any_mesh, parameter, plus
 from posjax.nn.specs import ACTIVATIONS
 
 

@@ -20,7 +20,7 @@ from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.nn.mlp import MLP, ExpertsMLP
 from posjax.nn.norms import RMSNorm, make_norm
-from posjax.nn.parts import (
+from posjax.nn.parameters import (
     bias_parameter,
     from_heads,
     on_any_mesh,
@@ -35,7 +35,7 @@ from posjax.scheme import Scheme
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class LayerInputs:
     """The inputs of every layer besides the activations.
 
     Args:
@@ -131,7 +131,7 @@ class Attention(nnx.Module):
         return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
 
     def decode(
-        self, x: Float[Array, "batch tokens embed"], cache: Any, context: Context
+        self, x: Float[Array, "batch tokens embed"], cache: Any, context: LayerInputs
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """Attention of new tokens over a cache, and the cache with the new tokens; see ``Scheme.decode``."""
         settings = {"index": context.visible - 1, "valid": context.valid, "positions": context.positions}
@@ -207,7 +207,9 @@ class Block(nnx.Module):
         self.mlp = (MLP if config.experts is None else ExpertsMLP)(config, rngs=rngs)
         self.mlp_after = norm() if after else None
 
-    def __call__(self, x: Float[Array, "batch length embed"], context: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], context: LayerInputs
+    ) -> Float[Array, "batch length embed"]:
         """One layer; ``context`` is the same for all."""
         normed = self.attention_input(x)
         found = self.attention(
@@ -222,7 +224,7 @@ class Block(nnx.Module):
         return self._joined(x, normed, found)
 
     def decode(
-        self, x: Float[Array, "batch tokens embed"], cache: Any, context: Context
+        self, x: Float[Array, "batch tokens embed"], cache: Any, context: LayerInputs
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """One layer on new tokens, and its cache with the new tokens."""
         normed = self.attention_input(x)

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from posjax._numbers import level
-from posjax.nn.parts import bias_parameter, on_any_mesh, plus
+from posjax.nn.parameters import bias_parameter, on_any_mesh, plus
 from posjax.nn.specs import Norm
 from posjax.norms import rms_norm
 

@@ -10,7 +10,7 @@ import pytest
 from posjax.attention.blockwise import _choose_blocks, _rows_at_once, blockwise
 from posjax.attention.operands import Operands, RemappedPair
 from posjax.attention.padding import pad
-from posjax.attention.tiles import Blocks, Kind, plan, visits
+from posjax.attention.tiles import Blocks, Kind, plan_tiles, visits
 from posjax.masks import Beyond, BlockBounds, Causal, Segments
 from posjax.positions import Range, as_array
 
@@ -93,7 +93,7 @@ CALLS = {
 def test_the_kinds_of_tiles_of_two_tokens_by_hand(slots, kinds, wanted):
     """Those that occur where that is known; where positions are not, all there could be."""
     x = operands(2, 1, 1, **slots)
-    known = plan(x, Blocks(2, 2), together=True)
+    known = plan_tiles(x, Blocks(2, 2), together=True)
     assert isinstance(known.grid, np.ndarray), "what is known when tracing is no part of the program"
     assert list(known.kinds) == kinds
     np.testing.assert_array_equal(known.grid, [wanted])
@@ -101,8 +101,8 @@ def test_the_kinds_of_tiles_of_two_tokens_by_hand(slots, kinds, wanted):
     moved = dataclasses.replace(x, q_positions=places, kv_positions=places)
     pairs = [(0,), (1,), BOTH] if x.remap else [(0,)]
     every = [Kind(each, masked) for masked in (False, True) for each in pairs] if slots else kinds
-    assert list(plan(moved, Blocks(2, 2), together=True).kinds) == every
-    grid = jax.jit(lambda x: plan(x, Blocks(2, 2), together=True).grid)(moved)
+    assert list(plan_tiles(moved, Blocks(2, 2), together=True).kinds) == every
+    grid = jax.jit(lambda x: plan_tiles(x, Blocks(2, 2), together=True).grid)(moved)
     names = [None, *every]
     assert [names[n] for n in np.ravel(grid)] == [[None, *kinds][n] for n in np.ravel(wanted)]
 

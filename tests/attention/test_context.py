@@ -17,7 +17,7 @@ import posjax as pj
 from posjax import masks
 from posjax.attention.sharded import Placement, Sizes, attend_on_mesh, choose, context_attention
 from posjax.attention.sharded.choice import bytes_exchanged, bytes_gathered
-from posjax.attention.sharded.parts import Line, taken
+from posjax.attention.sharded.line import Line, taken
 from posjax.bias import T5, ALiBi
 from posjax.layout import KINDS, Layout
 from posjax.positions import Range

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from posjax.attention.operands import Operands, RemappedPair
-from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, plan
-from posjax.attention.tpu.schedule import choice_of, lists, tile_of
+from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, plan_tiles
+from posjax.attention.tpu.tile_lists import choice_of, lists, tile_of
 from posjax.masks import (
     Beyond,
     Causal,
@@ -110,7 +110,7 @@ def operands(case: Case) -> Operands:
 
 
 def planned(case: Case, blocks: Blocks):
-    return plan(operands(case), blocks, constant_from=case.constant_from, ahead=case.ahead)
+    return plan_tiles(operands(case), blocks, constant_from=case.constant_from, ahead=case.ahead)
 
 
 def traced(case: Case) -> dict:
@@ -215,7 +215,7 @@ def test_plans_of_traced_positions_are_the_same(case, blocks):
     @jax.jit
     def run(moved, ahead):
         x = operands(dataclasses.replace(case, **moved))
-        found = plan(x, blocks, constant_from=case.constant_from, ahead=ahead)
+        found = plan_tiles(x, blocks, constant_from=case.constant_from, ahead=ahead)
         kinds.extend(found.kinds)
         return found.grid, lists(found), lists(found.transposed)
 
@@ -230,7 +230,7 @@ def test_plans_of_traced_positions_are_the_same(case, blocks):
 def test_positions_known_when_tracing_give_lists_that_are():
     def run(q):
         x = dataclasses.replace(operands(CASES[1]), q=q)
-        assert isinstance(plan(x, BLOCKS[0]).grid, np.ndarray)
+        assert isinstance(plan_tiles(x, BLOCKS[0]).grid, np.ndarray)
         return q
 
     jax.jit(run)(operands(CASES[1]).q)

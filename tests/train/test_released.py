@@ -29,7 +29,7 @@ from train.compare.compare import compare
 from train.config import parse
 from train.data.tokenizer import load_tokenizer
 from train.evaluate import saved
-from train.evaluate.saved import evaluate, held_out_tokens, read_rows
+from train.evaluate.saved import evaluate, evaluation_documents, read_rows
 from train.evaluate.windows import full_pieces, last_windows
 from train.loop.fit import fit, initial_parameters
 from train.model.extension import completed
@@ -246,7 +246,7 @@ def test_evaluate_takes_the_path(released, values, capsys):
 def last_nll(decoder, values, length, scored):
     """The mean loss of the last tokens of every whole piece of held-out text, by the model's own logits."""
     config = with_changes(values, evaluate={"lengths": [16, 64], "tokens": 128, "batch_tokens": 128})
-    pieces = full_pieces(held_out_tokens(config), length, config.evaluate.tokens)
+    pieces = full_pieces(evaluation_documents(config), length, config.evaluate.tokens)
     windows = last_windows(pieces, length, scored)
     nll = token_losses(decoder, np.asarray(windows.tokens, np.int32))
     return (nll * windows.weights).sum() / windows.scored

@@ -34,7 +34,7 @@ from train.config.typed import changed
 from train.data.cache import TOKENS
 from train.evaluate.about import about, read_versions
 from train.evaluate.perplexity import Perplexity
-from train.evaluate.saved import check_causal, held_out_tokens, read_rows, write_rows
+from train.evaluate.saved import check_causal, evaluation_documents, read_rows, write_rows
 from train.model.build import as_released, check_model, evaluated_scheme, learned_positions
 from train.model.convert import check_continues
 from train.runtime.lines import in_a_line
@@ -61,9 +61,11 @@ def compare(config: Config, console: Console | None = None) -> Path:
     _refuse_other_things(config.directory)
     if not config.compare.sweep.learning_rate:
         _refuse_others([training for group in planned for training in group])
-    held_out = held_out_tokens(replace(config, output=str(config.directory)))  # encoded here once, for all trainings
+    held_out = evaluation_documents(
+        replace(config, output=str(config.directory))
+    )  # encoded here once, for all trainings
     if config.compare.sweep.learning_rate:
-        held_out_tokens(config, trials=True)
+        evaluation_documents(config, trials=True)
     config.directory.mkdir(parents=True, exist_ok=True)
     found = _Progress(config.compare, console)
     for base, group in zip(_bases(config), planned, strict=True):

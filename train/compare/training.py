@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from train.checkpoint.directory import RESULTS, is_started
 from train.config import Config, dump, parse
-from train.evaluate.saved import SavedRun, held_out_tokens, measure_runs, write_rows
+from train.evaluate.saved import SavedRun, evaluation_documents, measure_runs, write_rows
 from train.loop.fit import Diverged, fit
 from train.loop.together import fit_together
 from train.runtime.lines import in_a_line
@@ -31,7 +31,7 @@ def run(configs: Sequence[Config], trials: bool) -> None:
     failed = _train(configs, trials)
     done = [config for config in configs if config not in failed]
     if done:
-        held_out, entries = held_out_tokens(done[0], trials), done[0].compare.schemes
+        held_out, entries = evaluation_documents(done[0], trials), done[0].compare.schemes
         runs = [SavedRun(config.directory, config) for config in done]
         found = measure_runs(runs, held_out, entries, log=lambda line: print(line, flush=True))
         for config, rows in zip(done, found, strict=True):

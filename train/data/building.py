@@ -109,7 +109,7 @@ def finish(folder: Folder, files: Sequence[SourceFile], kind: np.dtype) -> None:
     shards = np.array([piece.shards for piece in built], np.int64)
     shard_sizes = np.array(shard_sizes, np.int64)
     folder.write(INDEX, dump_arrays(shards=shards, shard_sizes=shard_sizes, about=json.dumps(about)))
-    folder.sweep()
+    folder.remove_leftovers()
 
 
 def _collect(

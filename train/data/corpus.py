@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from train.data.index import Choice, Index
+from train.data.index import Filter, Index
 from train.data.storage import Folder, Span
 
 INDEX, SIZES, HASHES = "index.npz", "documents.sizes", "documents.hashes"
@@ -38,7 +38,7 @@ class Corpus:
         """How many tokens the documents have."""
         return self.index.tokens
 
-    def select(self, choice: Choice) -> "Corpus":
+    def select(self, choice: Filter) -> "Corpus":
         """Some of all documents."""
         index = self.index.select(choice)
         return replace(self, index=index, digest=digest_of([self.digest], index))
@@ -88,7 +88,7 @@ class HeldOutText:
         return self.read(np.cumsum(sizes) - sizes, sizes)
 
 
-def sample(corpora: Sequence[Corpus], choices: Sequence[Choice]) -> HeldOutText:
+def sample(corpora: Sequence[Corpus], choices: Sequence[Filter]) -> HeldOutText:
     """The chosen documents of each corpus."""
     owners, offsets, sizes = [], [], []
     for owner, (corpus, choice) in enumerate(zip(corpora, choices, strict=True)):

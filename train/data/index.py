@@ -16,7 +16,7 @@ GONE = np.uint64(2**64 - 1)
 """The hash of documents of damaged files, which are never read; no name has this hash."""
 _RUN = 2**7  # blocks read at a time
 
-Choice = Callable[[Int64[np.ndarray, "n"], UInt64[np.ndarray, "n"]], Bool[np.ndarray, "n"]]
+Filter = Callable[[Int64[np.ndarray, "n"], UInt64[np.ndarray, "n"]], Bool[np.ndarray, "n"]]
 """A function that chooses documents, by their numbers and hashes."""
 
 
@@ -43,9 +43,9 @@ class Index:
 
     sizes: Int64[np.ndarray, "documents"]
     hashes: UInt64[np.ndarray, "documents"]
-    choice: Choice = readable
+    choice: Filter = readable
 
-    def select(self, choice: Choice) -> "Index":
+    def select(self, choice: Filter) -> "Index":
         """The same documents, with another choice of them."""
         return replace(self, choice=choice)
 

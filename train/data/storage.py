@@ -87,7 +87,7 @@ class MemoryFolder:
         """The numbers in a file."""
         return np.frombuffer(self._files[name], kind)
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Does nothing: killed writers leave nothing in memory."""
 
     def sizes(self) -> dict[str, int]:
@@ -132,7 +132,7 @@ class LocalFolder:
             if not (self.path / name).exists():  # if it exists, it did before, and only this copy was swept away
                 raise
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Removes what killed writers left; files that may still be written must already exist."""
         for part in self.path.glob(f".*{_PART}"):
             part.unlink(missing_ok=True)
@@ -203,7 +203,7 @@ class RemoteFolder:
                     found = _copies[self.url, name] = np.memmap(local.name, kind, "r")  # the name is no longer needed
             return found
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Does nothing: object stores never show a partial file."""
 
     def sizes(self) -> dict[str, int]:

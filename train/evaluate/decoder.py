@@ -18,7 +18,7 @@ from posjax.sampling import Drawn
 from train.evaluate.mesh import computed, placement, split_cache, with_whole_head
 from train.evaluate.predictor import NOT_FINITE, Predictor, RowLayout, best
 from train.model.mesh import BATCH_AXES
-from train.model.sharding import LENGTH_AXES, named_sharding, narrowed
+from train.model.sharding import LENGTH_AXES, cast_matrices, named_sharding
 
 _CHUNK, _CHUNK_ON_MESH = 64, 256  # tokens of a prompt per chunk
 
@@ -47,7 +47,7 @@ def predictor_of(model: nn.Decoder, seed: int, mesh: Mesh | None = None) -> tupl
 def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, Any]:
     """The predictor on a mesh: rows are split over devices, and each row too."""
     parameters = nnx.to_pure_dict(nnx.state(model))
-    narrow = partial(narrowed, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
+    narrow = partial(cast_matrices, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
 
     def row(length):
         return RowLayout(length, placement(mesh, length).layout)
@@ -121,7 +121,7 @@ def to_decode(model: nn.Decoder, mesh: Mesh | None) -> tuple[nnx.GraphDef, Calla
     """
     if mesh is None:
         return nnx.split(model)[0], lambda parameters: parameters
-    narrow = partial(narrowed, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
+    narrow = partial(cast_matrices, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
     return computed(model, placement=Placement(), implementation="dense"), narrow
 
 

@@ -19,7 +19,7 @@ from train.config import Config
 from train.config.settings.checks import check
 from train.config.settings.evaluate import EvaluateMesh
 from train.model.build import scheme_of
-from train.model.mesh import BATCH_AXES, mesh_of, mesh_shape
+from train.model.mesh import BATCH_AXES, mesh_from_sizes, mesh_shape
 from train.model.sharding import named_sharding
 
 
@@ -32,7 +32,7 @@ def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | N
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     sizes = sizes_for(config, rows, len(devices), slices)
     alone = len({device.process_index for device in devices}) == 1
-    return None if alone and math.prod(sizes.values()) == 1 else mesh_of(sizes, devices, EvaluateMesh.key)
+    return None if alone and math.prod(sizes.values()) == 1 else mesh_from_sizes(sizes, devices, EvaluateMesh.key)
 
 
 def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[str, int]:

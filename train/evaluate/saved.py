@@ -49,7 +49,7 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     models without a perplexity and for held-out documents that are too short.
     """
     config = config_of(directory, overrides)
-    held_out = held_out_tokens(config)
+    held_out = evaluation_documents(config)
     target = results_of(directory, config)
     label, entry = _labels(directory, config)
     [rows] = measure_runs([SavedRun(directory, config, label)], held_out, [entry])
@@ -217,7 +217,7 @@ def last_length(config: Config) -> int:
     return min(shortest, *(stage.train.length for stage in config.every_stage))
 
 
-def held_out_tokens(config: Config, trials: bool = False) -> list[np.ndarray]:
+def evaluation_documents(config: Config, trials: bool = False) -> list[np.ndarray]:
     """The held-out documents as tokens: those for reports, or those by which `trials` are compared.
 
     If ``compare.sweep`` has trials, every second document is for trials, and reports use only the others.

@@ -24,7 +24,7 @@ from train.config import Config, EvaluateConfig
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, on, whole
 from train.evaluate.predictor import next_nll
-from train.evaluate.saved import held_out_tokens, last_length
+from train.evaluate.saved import evaluation_documents, last_length
 from train.evaluate.windows import full_pieces, last_windows
 from train.model.build import own_length, scheme_of
 from train.runtime.distributed import decide
@@ -80,7 +80,7 @@ def search(
     check(length > trained, f"--length must exceed the model's own, {trained}, found {length}")
     check_searchable(stage)
     folder = results_of(directory, config)
-    pieces = full_pieces(held_out_tokens(config), length, config.evaluate.tokens)
+    pieces = full_pieces(evaluation_documents(config), length, config.evaluate.tokens)
     with on(mesh):
         found = search_factors(stage, model, pieces, length, Effort(population, iterations, seed), scored, mesh=mesh)
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **options_of(found.rule)}}

@@ -22,8 +22,8 @@ from train.loop.optimizer import FROZEN, labels, learning_rate, make_optimizer
 from train.model.build import build_model, placement, scheme_of
 from train.model.sharding import (
     LENGTH_AXES,
+    cast_matrices,
     named_sharding,
-    narrowed,
     optimizer_shardings,
     tree_shardings,
 )
@@ -324,4 +324,4 @@ def _cast(parts: Parts, parameters: Any) -> Any:
     held = jax.tree.map(
         lambda leaf, label: jax.lax.stop_gradient(leaf) if label == FROZEN else leaf, parameters, trained
     )
-    return narrowed(held, parts.axes, jnp.dtype(parts.config.model.compute_dtype), parts.mesh)
+    return cast_matrices(held, parts.axes, jnp.dtype(parts.config.model.compute_dtype), parts.mesh)

@@ -24,7 +24,7 @@ from train.data.pipeline import batches, training_rows
 from train.loop.fit import FitResult, finite, write_result
 from train.loop.optimizer import factors, scaled
 from train.loop.step import Parts, StepMetrics, initialize, parts_of, update, without
-from train.model.mesh import AXES, mesh_of
+from train.model.mesh import AXES, mesh_from_sizes
 from train.model.state import TrainState
 from train.monitor.cache import enable_compilation_cache
 from train.monitor.logs import MetricsLog
@@ -155,7 +155,7 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
     they do not divide evenly, the last training is computed several times.
     """
     devices = (jax.devices() if devices is None else devices)[: len(configs)]
-    mesh = mesh_of(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
+    mesh = mesh_from_sizes(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
     filled = [*configs, *[configs[-1]] * (-len(configs) % len(devices))]
     shared = replace(configs[0], train=replace(configs[0].train, learning_rate_factors={}))
     parts = parts_of(shared, without(mesh, _AXIS))

@@ -26,7 +26,7 @@ END = np.iinfo(np.int64).max // 4
 _BLOCK = 2**22
 """The number of run ends processed together, which bounds the memory for a mask of many runs."""
 
-Runs = list[tuple[np.ndarray, np.ndarray]]
+Intervals = list[tuple[np.ndarray, np.ndarray]]
 """For each of some positions, runs of other positions, ``low <= j < high``, which may overlap or be empty."""
 
 
@@ -189,7 +189,7 @@ def prefix_pairs(mask: Mask | None, length: int) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), *added]).cumsum()
 
 
-def _seen(mask: Mask | None, at: np.ndarray, keys: bool) -> Runs:
+def _seen(mask: Mask | None, at: np.ndarray, keys: bool) -> Intervals:
     """The keys that queries at positions `at` see, or the queries that see the keys at `at`."""
     if isinstance(mask, masks.And):
         left, right = _seen(mask.left, at, keys), _seen(mask.right, at, keys)
@@ -230,7 +230,7 @@ def _by_distance(limits: tuple[int, int | None], unit: int, at: np.ndarray, keys
     return (here + least) * unit, (END if most is None else (here + most + 1) * unit)
 
 
-def _count(runs: Runs, stop: np.ndarray) -> np.ndarray:
+def _count(runs: Intervals, stop: np.ndarray) -> np.ndarray:
     """How many positions of ``[0, stop)`` are in at least one of the runs, for every position."""
     if len(runs) == 1:
         (low, high) = runs[0]

@@ -44,10 +44,10 @@ def make_mesh(config: MeshConfig, rows: int, devices: list | None = None) -> Mes
     devices = jax.devices() if devices is None else devices
     sizes = mesh_shape(config, len(devices))
     check_rows(sizes, rows)
-    return mesh_of(sizes, devices)
+    return mesh_from_sizes(sizes, devices)
 
 
-def mesh_of(sizes: dict[str, int], devices: list, key: str = "train.mesh") -> Mesh:
+def mesh_from_sizes(sizes: dict[str, int], devices: list, key: str = "train.mesh") -> Mesh:
     """A mesh of these sizes. Raises ValueError if a process has none of its devices; ``key`` is the config's."""
     used = {device.process_index for device in devices[: math.prod(sizes.values())]}
     idle = sorted({device.process_index for device in devices} - used)

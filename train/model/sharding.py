@@ -89,7 +89,7 @@ def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
     return jax.tree.map(lambda leaf, names: named_sharding(mesh, names, leaf.shape), shapes, axes)
 
 
-def narrowed(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
+def cast_matrices(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
     """Parameters whose matrices are cast to the model's compute dtype before communication, with the same sharding. For
     use in a program over the mesh.
     """

@@ -24,7 +24,7 @@ _WIDTH = 120
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepOptions:
     """Compiled steps in folders to compare with ours, or with each other; and how ours is compiled and kept."""
 
     against: tuple[Path, ...] = ()
@@ -41,7 +41,7 @@ class Steps:
         blocks: str | None,
         flags: str | None = None,
         evaluate: bool = False,
-    ) -> Steps:
+    ) -> StepOptions:
         """The options of the command line."""
         check(
             not evaluate or not (against or keep),
@@ -58,14 +58,14 @@ class Steps:
         return cls(*named, parse_blocks(blocks) if blocks else None, flags, evaluate)
 
 
-def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: Steps | None = None) -> None:
+def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: StepOptions | None = None) -> None:
     """Plans every stage of a config on slices of a pod, or compiles `sweep` candidates for running it there and ranks
     them.
 
     `steps` says which kept steps are compared with ours, and how ours is compiled and kept. Raises ValueError for a pod
     that does not exist, a config that does not fit it, or a folder without a step.
     """
-    steps = steps or Steps()
+    steps = steps or StepOptions()
     check(sweep >= 0, f"--sweep: expected the number of ways to compile, found {sweep}")
     on, console = pod(topology, slices), Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
@@ -100,7 +100,7 @@ def _check_alone(config: Config, sweep: int) -> None:
     )
 
 
-def _compare(config: Config, on: Pod, steps: Steps, console: Console) -> None:
+def _compare(config: Config, on: Pod, steps: StepOptions, console: Console) -> None:
     """Compiles our step, unless several kept steps are compared, keeps it if asked, and prints all of them."""
     (stage,) = config.every_stage
     theirs = [kept.read(folder, on) for folder in steps.against]

@@ -52,7 +52,7 @@ class Kernels:
         tile = call.queries // call.q_blocks, call.keys // call.k_blocks
         whole, row = _cost(call.table[self.pod.generation], *tile)
         tiles = call.q_blocks * call.k_blocks * self.share(*tile)
-        cycles = call.heads * (tiles * whole + call.rows * row) * max(1, call.head_size / HEAD) / self.pod.cores
+        cycles = call.heads * (tiles * whole + call.rows * row) * max(1, call.head_dim / HEAD) / self.pod.cores
         return cycles * self.pod.seconds_per_cycle
 
     def chance(self, line: Instruction) -> float | None:
@@ -74,7 +74,7 @@ class KernelCall(NamedTuple):
     heads: int  # times batch
     queries: int
     keys: int
-    head_size: int
+    head_dim: int
     q_blocks: int
     k_blocks: int
     rows: int  # of tiles: blocks of queries or of keys

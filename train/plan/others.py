@@ -40,7 +40,7 @@ class OthersCall(NamedTuple):
     heads: int  # times batch
     queries: int
     keys: int
-    head_size: int
+    head_dim: int
     blocks: Blocks | None
 
 
@@ -74,7 +74,7 @@ class AnyKernels(Kernels):
         heads, rest = divmod(call.heads * call.queries, call.keys)  # as square attention of the same area
         if kernel is None or rest:
             return None
-        shape = KernelShape(call.keys, heads, call.head_size)
+        shape = KernelShape(call.keys, heads, call.head_dim)
         fits = (_attempt(kernel, program(shape, *call.blocks), index, self) for program, index in _programs(line))
         return next((found for found in fits if found is not None), None)
 

@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from train.report import panels, style
-from train.report.cells import spoken
+from train.report.formats import spoken
 from train.report.groups import groups
 from train.report.numbers import (
     Estimate,
     Row,
     accuracies,
-    held_out,
     is_above_chance,
     labels,
     lengths,
+    perplexity_rows,
     positions,
     tasks,
     train_length,
@@ -32,8 +32,8 @@ def draw_positions(rows: Sequence[Row]) -> bytes:
 
     A part with several positions is drawn at the middle of its range on the logarithmic axis.
     """
-    points = {label: found for label in labels(held_out(rows)) if (found := _by_position(rows, label))}
-    rows = [row for row in held_out(rows) if row["label"] in points]
+    points = {label: found for label in labels(perplexity_rows(rows)) if (found := _by_position(rows, label))}
+    rows = [row for row in perplexity_rows(rows) if row["label"] in points]
     longest = max(positions(rows, label)[0][-1] for label in points)
     ticks, own = _powers(longest), train_length(rows)
     limits = style.limits([point.mean for each in points.values() for point in each.values()])
@@ -52,7 +52,7 @@ def draw_training(rows: Sequence[Row]) -> bytes:
 
     points = trainings(rows)
     losses = [point.mean for each in points.values() for point in each.values()]
-    rows = [row for row in held_out(rows) if row["label"] in points]
+    rows = [row for row in perplexity_rows(rows) if row["label"] in points]
     figure, drawn = _grid(rows, lambda mine, label: trainings(mine).get(label, {}))
     for panel in drawn:
         panel.grid(True, color="#dddddd", linewidth=0.7)

@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from functools import partial
 
 from train.report import panels, style
-from train.report.cells import number
+from train.report.formats import number
 from train.report.groups import groups
 from train.report.numbers import (
     FEW,
     Row,
     curve,
     endings,
-    held_out,
     labels,
     last_length,
     lengths,
     measures,
     notes,
+    perplexity_rows,
     train_length,
 )
 
@@ -30,7 +30,7 @@ _TITLES = {
 
 def draw(rows: Sequence[Row], title: str, text: str) -> bytes:
     """Perplexity against length, as a PNG 1800 pixels wide. Several measurements of a group are side by side."""
-    rows = held_out(rows)
+    rows = perplexity_rows(rows)
     found, limits = shown_measures(rows), _limits(rows)
     ticks, own = lengths(rows), train_length(rows)
     shown = [(group, measure) for group in groups(rows) for measure in found]
@@ -50,7 +50,7 @@ def draw(rows: Sequence[Row], title: str, text: str) -> bytes:
 
 def shown_measures(rows: Sequence[Row]) -> list[str]:
     """The measurements with enough windows to be drawn."""
-    return [name for name in measures(rows) if name != "last" or endings(held_out(rows)) >= FEW]
+    return [name for name in measures(rows) if name != "last" or endings(perplexity_rows(rows)) >= FEW]
 
 
 def _means(rows: Sequence[Row]) -> list[tuple[float, str, int, str]]:

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-from train.report.cells import number, spoken
+from train.report.formats import number, spoken
 from train.report.numbers import (
     FEW,
     FEW_TOKENS,
     Row,
     curve,
     endings,
-    held_out,
     is_above_chance,
     labels,
     last_length,
     lengths,
+    perplexity_rows,
     positions,
     tasks,
     train_length,
@@ -23,7 +23,7 @@ from train.report.pairs import difference
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """A sentence on perplexity, then one for every kind of figure that is omitted because it would be empty."""
-    return [*_on_perplexity(held_out(rows)), *_on_few_windows(held_out(rows)), *_on_guesses(rows)]
+    return [*_on_perplexity(perplexity_rows(rows)), *_on_few_windows(perplexity_rows(rows)), *_on_guesses(rows)]
 
 
 def _on_perplexity(rows: Sequence[Row]) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from train.report import style
-from train.report.cells import spoken
+from train.report.formats import spoken
 from train.report.numbers import Row, at_depth, depths, is_above_chance, labels, lengths, tasks
 
 _COLUMNS, _MOST = 4, 5

@@ -54,7 +54,7 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
     return Estimate(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 
-def held_out(rows: Sequence[Row]) -> list[Row]:
+def perplexity_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows of perplexity."""
     return [row for row in rows if "task" not in row]
 
@@ -120,7 +120,7 @@ def lengths(rows: Sequence[Row]) -> list[int]:
 
 def curve(rows: Sequence[Row], label: str, measure: str) -> dict[int, Estimate]:
     """Perplexity at each length for one scheme; lengths without a number are left out. `measure`: see `MEASURES`."""
-    mine = [row for row in held_out(rows) if row["label"] == label]
+    mine = [row for row in perplexity_rows(rows) if row["label"] == label]
     found = {n: estimate(row.get(f"{measure}_perplexity") for row in mine if row["length"] == n) for n in lengths(mine)}
     return {length: value for length, value in found.items() if value is not None}
 
@@ -131,7 +131,11 @@ def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Es
     At the longest length with numbers and at least `FEW` windows. A part of fewer than `FEW_TOKENS` tokens has no
     number. Empty if no part has one.
     """
-    mine = [row for row in held_out(rows) if row["label"] == label and row.get("position_ends") and windows(row) >= FEW]
+    mine = [
+        row
+        for row in perplexity_rows(rows)
+        if row["label"] == label and row.get("position_ends") and windows(row) >= FEW
+    ]
     longest = [row for row in mine if row["length"] == max(lengths(mine))]
     if not longest:
         return (), []

@@ -15,11 +15,11 @@ from train.report.numbers import (
     FEW_TOKENS,
     Row,
     depths,
-    held_out,
     is_above_chance,
     labels,
     last_length,
     notes,
+    perplexity_rows,
     positions,
     tasks,
     trainings,
@@ -74,7 +74,7 @@ def write(directory: Path, rows: Sequence[Row], about: About, trials: Sequence[R
 
 def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
     """The figures for which the rows have enough numbers."""
-    texts = held_out(rows)
+    texts = perplexity_rows(rows)
     by_length = figure.draw(rows, about.title, f"{about.model}. {about.text}.")
     found = [Picture("figure.png", by_length, _ALT, _caption(_CAPTION.format(length=last_length(texts)), texts))]
     measured = trainings(rows)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from train.report.numbers import Row, held_out
+from train.report.numbers import Row, perplexity_rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def difference(rows: Sequence[Row], label: str, other: str, length: int) -> Inte
 
 
 def _by_seed(rows: Sequence[Row], label: str, length: int) -> dict[int, float | None]:
-    mine = [row for row in held_out(rows) if (row["label"], row["length"]) == (label, length)]
+    mine = [row for row in perplexity_rows(rows) if (row["label"], row["length"]) == (label, length)]
     return {row["seed"]: row.get("window_nll") for row in mine}
 
 

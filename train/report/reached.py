@@ -12,7 +12,7 @@ from typing import Any
 
 from train.report import ends, panels, style
 from train.report.groups import groups
-from train.report.numbers import Row, held_out, labels
+from train.report.numbers import Row, labels, perplexity_rows
 from train.report.tables import Table
 
 
@@ -23,7 +23,7 @@ def times(rows: Sequence[Row]) -> dict[str, list[int | None]]:
 
 
 def _of_seeds(rows: Sequence[Row]) -> list[int | None]:
-    mine = [row for row in held_out(rows) if row.get("stop_loss") and row["base"] is None]
+    mine = [row for row in perplexity_rows(rows) if row.get("stop_loss") and row["base"] is None]
     return list({row["seed"]: row["updates_to_loss"] for row in mine}.values())
 
 
@@ -61,7 +61,7 @@ def note(rows: Sequence[Row]) -> list[str]:
 def draw(rows: Sequence[Row]) -> bytes:
     """The share of seeds that have not reached the loss, against updates: a PNG 1800 pixels wide."""
     found, most = times(rows), _most(rows)
-    trained = [row for row in held_out(rows) if row["label"] in found]
+    trained = [row for row in perplexity_rows(rows) if row["label"] in found]
     shown = groups(trained)
     figure, drawn = panels.new(len(shown))
     for panel, group in zip(drawn, shown, strict=True):

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.report.cells import headings, mebibytes, number, percent, shown, spoken, thousands
 from train.report.findings import findings
+from train.report.formats import headings, mebibytes, number, percent, shown, spoken, thousands
 from train.report.groups import baseline
 from train.report.numbers import (
     Estimate,
@@ -14,12 +14,12 @@ from train.report.numbers import (
     accuracies,
     curve,
     estimate,
-    held_out,
     labels,
     last_length,
     lengths,
     measures,
     notes,
+    perplexity_rows,
     tasks,
     train_length,
 )
@@ -43,7 +43,7 @@ class Table:
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Perplexity at each length, by every measure; differences; the cost of training; and accuracy on tasks."""
-    perplexities = held_out(rows)
+    perplexities = perplexity_rows(rows)
     found = []
     for measure in measures(perplexities):
         scored = max(row.get(f"{measure}_tokens", 0) for row in perplexities)

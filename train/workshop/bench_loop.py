@@ -30,16 +30,16 @@ WARM_BLOCKS = 2
 """Blocks at the beginning that are not counted: they compile, and fill caches."""
 
 
-class Times(NamedTuple):
+class Seconds(NamedTuple):
     """Seconds of wall-clock time, and of processor time over all threads."""
 
     wall: float
     processor: float
 
 
-def now() -> Times:
+def now() -> Seconds:
     """Both clocks."""
-    return Times(time.perf_counter(), time.process_time())
+    return Seconds(time.perf_counter(), time.process_time())
 
 
 @dataclass
@@ -50,11 +50,11 @@ class TimedBlocks:
     """
 
     size: int
-    loop: list[Times] = field(default_factory=list)
-    bare: list[Times] = field(default_factory=list)
-    clock: Callable[[], Times] = now
+    loop: list[Seconds] = field(default_factory=list)
+    bare: list[Seconds] = field(default_factory=list)
+    clock: Callable[[], Seconds] = now
     _steps: int = 0
-    _began: Times | None = None
+    _began: Seconds | None = None
 
     def around(self, program: Any) -> Any:
         """`program`, measured."""
@@ -81,16 +81,16 @@ class TimedBlocks:
         self.bare.append(self._since(began))
         self._began = self.clock()
 
-    def _since(self, began: Times) -> Times:
-        return Times(*((end - start) / self.size for end, start in zip(self.clock(), began, strict=True)))
+    def _since(self, began: Seconds) -> Seconds:
+        return Seconds(*((end - start) / self.size for end, start in zip(self.clock(), began, strict=True)))
 
-    def medians(self) -> tuple[Times, Times]:
+    def medians(self) -> tuple[Seconds, Seconds]:
         """The times of a step of the loop and of a bare step, without the first blocks."""
         both = self.loop[WARM_BLOCKS:], self.bare[WARM_BLOCKS : len(self.loop)]
-        return tuple(Times(*map(statistics.median, zip(*blocks, strict=True))) for blocks in both)
+        return tuple(Seconds(*map(statistics.median, zip(*blocks, strict=True))) for blocks in both)
 
 
-def bench_loop(config: Config) -> tuple[Times, Times]:
+def bench_loop(config: Config) -> tuple[Seconds, Seconds]:
     """Measures the first stage of a config; prints and returns the medians. No files are kept."""
     size = config.train.log_every
     steps = BLOCKS * size + 1

@@ -21,8 +21,8 @@ from posjax.attention.own import heads_of, on_device
 from posjax.attention.padding import without_padded_scale
 from posjax.attention.sharded.choice import Sizes
 from posjax.attention.sharded.exchange import gathered, ulysses
+from posjax.attention.sharded.line import Call, Line, join
 from posjax.attention.sharded.neighbour import neighbour
-from posjax.attention.sharded.parts import Call, Line, join
 from posjax.attention.sharded.placement import Placement
 from posjax.attention.sharded.ring import ring
 from posjax.bias import Bias, ContextualBias
@@ -116,8 +116,8 @@ class _Heads:
         """The bias, bound for this device's heads."""
         ready = bias is None or isinstance(bias, ContextualBias) or self.all == self.size
         if ready or (isinstance(bias, Bias) and heads_of(bias) == self.size):
-            return api.bound(bias, self.size)
-        return api.bound(bias, self.all).heads(self.start, self.size)
+            return api.bind_bias(bias, self.size)
+        return api.bind_bias(bias, self.all).heads(self.start, self.size)
 
 
 def _check_no_pairs(placement: Placement, **slots) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from posjax._axes import Names, each, map_tokens
 from posjax.attention.operands import flat_heads
 from posjax.attention.sharded.choice import copies
-from posjax.attention.sharded.parts import Call, Line, keep, taken
+from posjax.attention.sharded.line import Call, Line, keep, taken
 
 
 def gathered(line: Line, call: Call) -> Call:

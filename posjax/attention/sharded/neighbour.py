@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from posjax._axes import map_tokens
-from posjax.attention.sharded.parts import Call, Line, join, keep
+from posjax.attention.sharded.line import Call, Line, join, keep
 from posjax.masks import Mask, hides_ahead
 from posjax.positions import Range
 

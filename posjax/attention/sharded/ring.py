@@ -43,7 +43,7 @@ from posjax.attention.operands import (
     taken_apart,
 )
 from posjax.attention.operation import Backends, add, merge, per_query_of
-from posjax.attention.sharded.parts import Call, Line
+from posjax.attention.sharded.line import Call, Line
 from posjax.masks import block_bounds
 from posjax.positions import Range
 

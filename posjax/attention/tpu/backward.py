@@ -52,7 +52,7 @@ from posjax.attention.tpu.dma import (
     wait,
     walk,
 )
-from posjax.attention.tpu.schedule import tile_of
+from posjax.attention.tpu.tile_lists import tile_of
 
 
 class KernelGradients(NamedTuple):

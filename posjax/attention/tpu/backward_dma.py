@@ -14,8 +14,8 @@ from posjax.attention.operands import PerQuery
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, features_at
 from posjax.attention.tpu.dma import Buffers, KernelArrays, Tile, TileRow, at, for_pairs
-from posjax.attention.tpu.schedule import choice_of, is_first, is_last, tile_of
 from posjax.attention.tpu.terms import LANES
+from posjax.attention.tpu.tile_lists import choice_of, is_first, is_last, tile_of
 
 
 class BackwardSums(NamedTuple):

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.tiles import Blocks, Kind
-from posjax.attention.tpu.schedule import Lists
 from posjax.attention.tpu.terms import LANES, Pattern
+from posjax.attention.tpu.tile_lists import Lists
 
 GRID = ("parallel", "parallel", "arbitrary")
 """Batch and heads may go to different cores; the rows of tiles of a head run one after the other."""

@@ -17,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from posjax.attention.tiles import Blocks, Kind
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.call import KernelConfig, Tiling, features_at
-from posjax.attention.tpu.schedule import choice_of, tile_of
 from posjax.attention.tpu.terms import Axis
+from posjax.attention.tpu.tile_lists import choice_of, tile_of
 
 anywhere, scalar_memory = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.SMEM))
 

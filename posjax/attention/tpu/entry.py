@@ -15,15 +15,15 @@ from posjax._checks import check
 from posjax._numbers import is_array_number
 from posjax.attention.operands import Operands, PerQuery, flat_heads, merge_heads, no_gradient, split_heads
 from posjax.attention.padding import lengthen, lengthened_rows, pad
-from posjax.attention.tiles import Blocks, plan
+from posjax.attention.tiles import Blocks, plan_tiles
 from posjax.attention.tpu.backward import backward
 from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.call import LOG2E, Inputs, KernelConfig, Tiling
 from posjax.attention.tpu.correction import row_sums_of_heads
 from posjax.attention.tpu.forward import forward
-from posjax.attention.tpu.schedule import lists
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal
+from posjax.attention.tpu.tile_lists import lists
 from posjax.masks import traced_sizes
 from posjax.positions import Range
 
@@ -186,7 +186,7 @@ def _prepared(x: Operands, options: Options, running: bool) -> tuple[Inputs, Ker
     ahead = starts[0] - starts[1] if all(ranged) else 0
     spare = on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES
     bias = form_of(x).of(x, spare, blocks[1].q + blocks[1].k)
-    of_queries, of_keys = (plan(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks)
+    of_queries, of_keys = (plan_tiles(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks)
     of_keys = of_keys.with_every_query
     of_bias = bias.numbers(x, ahead)
     bounded = on.wide if options.bounded is None else options.bounded

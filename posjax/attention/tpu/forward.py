@@ -29,8 +29,8 @@ from posjax.attention.tpu import terms
 from posjax.attention.tpu.call import Inputs, KernelConfig, product, times_factor, work
 from posjax.attention.tpu.dma import KernelArrays, Tile, block_spec, feature_spec, specs, start, wait, wait_for, walk
 from posjax.attention.tpu.forward_dma import ForwardSums, QueryRow, arrays_of, scratch
-from posjax.attention.tpu.schedule import tile_of
 from posjax.attention.tpu.terms import LANES, PIECES, SUBLANES
+from posjax.attention.tpu.tile_lists import tile_of
 
 LOWEST = -1e30
 """Initial running maximum: below every real logit but finite, so that a row without keys needs no special case."""

@@ -8,7 +8,7 @@ from train.compare.compare import compare
 from train.compare.sweep import Choice, Trial, neighbours, sweep, trial_config, tuned
 from train.compare.training import DIVERGED
 from train.config import parse
-from train.evaluate.saved import evaluate, held_out_tokens, read_rows
+from train.evaluate.saved import evaluate, evaluation_documents, read_rows
 from train.model.build import learned_positions
 
 SWEEP = {"learning_rate": [1e-3, 2e-3, 4e-3], "position_factor": [1, 10], "extensions": 2}
@@ -143,12 +143,12 @@ def values(tmp_path):
 
 def test_nothing_is_reported_on_the_text_of_the_trials(values):
     swept = parse(values)
-    documents = held_out_tokens(swept), held_out_tokens(swept, trials=True)
+    documents = evaluation_documents(swept), evaluation_documents(swept, trials=True)
     texts = [{document.tobytes() for document in part} for part in documents]
     assert texts[0]
     assert texts[1]
     assert not texts[0] & texts[1]
-    everything = held_out_tokens(parse({**values, "compare": {}}))
+    everything = evaluation_documents(parse({**values, "compare": {}}))
     assert texts[0] | texts[1] == {document.tobytes() for document in everything}
 
 

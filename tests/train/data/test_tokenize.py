@@ -288,7 +288,7 @@ def test_two_writers_of_one_file_leave_it_whole(tmp_path):
     assert first.read("file") == b"".join(content)
 
     def swept():
-        second.sweep()
+        second.remove_leftovers()
         yield from content
 
     first.write_chunks("file", swept())  # which is there already

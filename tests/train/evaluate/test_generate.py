@@ -15,7 +15,7 @@ from train.checkpoint.restore import restore_model
 from train.config import load
 from train.data.tokenizer import HuggingFaceTokenizer
 from train.evaluate.generate import Draws, _written, choose, tokens_after
-from train.evaluate.saved import held_out_tokens
+from train.evaluate.saved import evaluation_documents
 from train.evaluate.search import _fitness, check_searchable
 from train.evaluate.windows import full_pieces, last_windows
 from train.loop.fit import fit
@@ -139,7 +139,7 @@ def test_the_search_leaves_an_extension_that_evaluate_takes(run, capsys):
 def test_the_fitness_of_a_rule_is_that_of_its_model(run):
     config, model = load(run / "config.yaml"), restore_model(run)[1]
     rule = rotary.LongRoPE((1.0,) * 8, (1.5,) * 4 + (2.5,) * 4, 32, factor=2.0, select="long", unscaled_first=4)
-    documents = held_out_tokens(
+    documents = evaluation_documents(
         dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, lengths=(64,)))
     )
     pieces = full_pieces(documents, 64, 256)

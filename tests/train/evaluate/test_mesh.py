@@ -15,7 +15,7 @@ from train.config import parse
 from train.evaluate.decoder import cache_for, predictor_of, to_decode
 from train.evaluate.mesh import mesh_for, on, split_cache, whole
 from train.evaluate.predictor import likeliest_next, next_nll
-from train.model.mesh import AXES, mesh_of
+from train.model.mesh import AXES, mesh_from_sizes
 from train.model.sharding import tree_shardings
 
 CASES = {
@@ -33,7 +33,7 @@ AT = np.tile(np.array([[3, 20, LENGTH - 1]]), (ROWS, 1))
 
 
 def mesh(name: str):
-    return mesh_of(dict(zip(AXES, MESHES[name], strict=True)), jax.devices())
+    return mesh_from_sizes(dict(zip(AXES, MESHES[name], strict=True)), jax.devices())
 
 
 def decoder(scheme: pj.Scheme, **changes) -> nn.Decoder:

@@ -15,7 +15,7 @@ from train.checkpoint.directory import check_run
 from train.checkpoint.restore import config_of, restore_model
 from train.config import load
 from train.evaluate.mesh import mesh_for
-from train.evaluate.saved import EVALUATION, evaluate, held_out_tokens, last_length, read_rows
+from train.evaluate.saved import EVALUATION, evaluate, evaluation_documents, last_length, read_rows
 from train.evaluate.windows import pieces, whole_windows
 from train.loop.fit import fit
 
@@ -88,7 +88,7 @@ def test_a_curriculum_is_measured_as_its_last_stage_from_the_length_of_its_first
 
 
 def windows(run):
-    return whole_windows(pieces(held_out_tokens(run), 64, run.evaluate.tokens), 64)
+    return whole_windows(pieces(evaluation_documents(run), 64, run.evaluate.tokens), 64)
 
 
 def test_the_page_has_the_pictures_that_say_something_and_the_run_can_still_go_on(run, rows):
@@ -121,7 +121,7 @@ def test_an_extension_is_measured_over_the_parameters_of_the_last_stage(run, row
 
 def test_a_task_that_no_length_holds_is_refused_before_anything_is_read(run):
     with pytest.raises(ValueError, match=r"evaluate\.tasks: passkey: a length of 64 tokens is too short") as error:
-        held_out_tokens(config_of(run.directory, ["evaluate.tasks=[passkey]"]))
+        evaluation_documents(config_of(run.directory, ["evaluate.tasks=[passkey]"]))
     needed = int(re.search(r"takes (\d+)", str(error.value))[1])
     assert 250 < needed < 500
 
@@ -131,7 +131,7 @@ def test_an_earlier_stage_is_measured_with_its_own_weights_and_scheme(run):
     found = evaluate(run.directory, overrides, Console(file=io.StringIO()))
     config, model = restore_model(run.directory, "short")
     assert (config.train.length, config.scheme.options) == (16, {})
-    chosen = whole_windows(pieces(held_out_tokens(run), 32, run.evaluate.tokens), 32)
+    chosen = whole_windows(pieces(evaluation_documents(run), 32, run.evaluate.tokens), 32)
     logits = logits_of(model, chosen.tokens[:, :-1], length=32)
     exact = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, chosen.tokens[:, 1:, None], -1)[..., 0]
     nll = (exact * chosen.weights).sum() / chosen.weights.sum()
@@ -164,7 +164,7 @@ def test_a_length_below_the_training_length_is_measured_too(run):
     found = evaluate(run.directory, overrides, Console(file=io.StringIO()))
     assert [(row["length"], row["last_length"], row["error"]) for row in found] == [(8, 8, None), (16, 8, None)]
     assert read_rows(run.directory / EVALUATION) == found  # earlier rows were measured on other text
-    chosen = whole_windows(pieces(held_out_tokens(run), 16, run.evaluate.tokens), 8)
+    chosen = whole_windows(pieces(evaluation_documents(run), 16, run.evaluate.tokens), 8)
     logits = logits_of(restore_model(run.directory)[1], chosen.tokens[:, :-1], length=8)
     exact = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, chosen.tokens[:, 1:, None], -1)[..., 0]
     nll = (exact * chosen.weights).sum() / chosen.weights.sum()

@@ -5,14 +5,14 @@ import pytest
 from train.config import parse
 from train.loop.step import Program
 from train.workshop import bench_loop as module
-from train.workshop.bench_loop import TimedBlocks, Times, bench_loop
+from train.workshop.bench_loop import Seconds, TimedBlocks, bench_loop
 
 
 class Clock:
     now = 0.0
 
     def __call__(self):
-        return Times(self.now, 10 * self.now)
+        return Seconds(self.now, 10 * self.now)
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_blocks_are_read_from_the_call():
 
 def test_heads_are_counted_over_the_batch():
     found = others_call(call())
-    assert (found.heads, found.queries, found.keys, found.head_size) == (6, LENGTH, LENGTH, 128)
+    assert (found.heads, found.queries, found.keys, found.head_dim) == (6, LENGTH, LENGTH, 128)
 
 
 def test_what_is_not_known_stays_unknown(tmp_path):

@@ -17,11 +17,11 @@ from train import cli
 from train.config import load, parse
 from train.runtime.chips import CHIPS, chip
 from train.workshop.schedule import bench as module
-from train.workshop.schedule import compiling, costs, implementations, layer, own
+from train.workshop.schedule import compiling, costs, implementations, layer, posjax_kernels
 from train.workshop.schedule.bench import bench_schedules, measure
 from train.workshop.schedule.compiling import DoesNotCompile, compile_for
 from train.workshop.schedule.config import Prediction, ScheduleConfig
-from train.workshop.schedule.cost import Cost, Hot, Launch, Runs, cost, find_kernel, match_runs
+from train.workshop.schedule.cost import Cost, Executions, Hot, Launch, cost, find_kernel, match_runs
 from train.workshop.schedule.implementations import SCHEDULED, causal_tiles
 from train.workshop.schedule.kernels import read_kernels
 from train.workshop.schedule.listing import parse as parse_listing
@@ -160,7 +160,12 @@ def test_an_inconsistent_dump_is_refused(tmp_path):
 PRODUCTS = ((512, 128, 512), (512, 512, 128))
 AREA, NEEDED = 10 * 512**2, 8 * 512**2
 LAUNCH = Launch(
-    "forward", 4, (Runs("start", 1), Runs("full", 6, PRODUCTS), Runs("masked", 4, PRODUCTS)), AREA, NEEDED, 546e4
+    "forward",
+    4,
+    (Executions("start", 1), Executions("full", 6, PRODUCTS), Executions("masked", 4, PRODUCTS)),
+    AREA,
+    NEEDED,
+    546e4,
 )
 
 
@@ -175,7 +180,7 @@ def test_a_cost_sums_parts_by_how_often_they_run(tmp_path):
     assert found.total == pytest.approx(10 * found.bundles)
     assert found.by_need == pytest.approx(10 / 8 * found.bundles)
     assert found.hot == (Hot("full", 6, 4, 6, 1024, 0), Hot("masked", 4, 5, 6, 1024, 0))
-    small = [Runs("start", 1), Runs("full", 6, ((1, 128, 128),)), Runs("masked", 4, ((1, 128, 128),))]
+    small = [Executions("start", 1), Executions("full", 6, ((1, 128, 128),)), Executions("masked", 4, ((1, 128, 128),))]
     found = cost(kernel, Launch("forward", 4, tuple(small), AREA, NEEDED, 0), V5E)
     assert found.bundles == pytest.approx((3 + 6 * 6 + 4 * 8 + COLD + 6 * 4 + 4 * 5 + 4) / 10)
     assert found.cycles - found.bundles == pytest.approx((6 * 2 + 4 * 1) / 10)
@@ -212,7 +217,7 @@ def test_of_several_conditionals_the_largest_are_the_stated_ones(tmp_path):
 
 def test_a_conditional_whose_parts_never_run_does_not_run(tmp_path):
     (kernel,) = dump(tmp_path)
-    never = tuple(Runs(run.name, 0, run.products) for run in LAUNCH.runs)
+    never = tuple(Executions(run.name, 0, run.products) for run in LAUNCH.runs)
     found = cost(kernel, Launch("forward", 4, never, AREA, NEEDED, 0), V5E)
     assert found.bundles == pytest.approx((3 + 6 * 6) / 10)
 
@@ -225,7 +230,7 @@ def test_a_conditional_whose_parts_never_run_does_not_run(tmp_path):
             "expected start, full, 1 of them with matrix products; found 2 parts that use the MXU, of 4, 5",
         ),
         (
-            (Runs("a", 1), *LAUNCH.runs),
+            (Executions("a", 1), *LAUNCH.runs),
             "expected a, start, full, masked; for a, start found 1 conditionals or loops, of 20",
         ),
     ],
@@ -318,9 +323,9 @@ def test_what_implementations_state_of_themselves_is_consistent(name):
         assert all(launch.moved_bytes > 2 * SHAPE.heads * SHAPE.length * 128 * 3 for launch in launches)
 
 
-@pytest.mark.parametrize("name", own.OWN_KERNELS)
+@pytest.mark.parametrize("name", posjax_kernels.OWN_KERNELS)
 def test_what_is_stated_of_our_own_kernels_is_consistent(name):
-    implementation, blocks = own.OWN_KERNELS[name], {"q": 512, "kv": 1024, "part": 256}
+    implementation, blocks = posjax_kernels.OWN_KERNELS[name], {"q": 512, "kv": 1024, "part": 256}
     (launch,) = implementation.program(SHAPE, blocks, "v6e").launches
     area, work = _area_and_work(launch)
     products = 5 if "backward" in name else 2
@@ -340,19 +345,19 @@ def test_what_is_stated_of_our_own_kernels_is_consistent(name):
     assert launch.needed < area
     assert launch.moved_bytes > 2 * SHAPE.heads * SHAPE.length * 128 * 3
     assert (launch.runs[-1].times == 0) == ("again" in launch.runs[-1].name)
-    assert own.on("v6e").name == "v6e"
-    assert implementation.against("v5e") in own.OWN_KERNELS
+    assert posjax_kernels.on("v6e").name == "v6e"
+    assert implementation.against("v5e") in posjax_kernels.OWN_KERNELS
 
 
 def test_allowed_pairs_are_counted():
-    window = own.Case(mask=lambda ids: Causal() & (Window(1000) | FirstTokens(4)))
+    window = posjax_kernels.Case(mask=lambda ids: Causal() & (Window(1000) | FirstTokens(4)))
     i, j = np.arange(2048)[:, None], np.arange(2048)
     for case, allowed in (
-        (own.Case(), j <= i),
+        (posjax_kernels.Case(), j <= i),
         (window, (j <= i) & ((i - j < 1000) | (j < 4))),
-        (own.Case(mask=lambda ids: Causal() & Segments(ids)), (j <= i) & (i // 256 == j // 256)),
+        (posjax_kernels.Case(mask=lambda ids: Causal() & Segments(ids)), (j <= i) & (i // 256 == j // 256)),
     ):
-        assert own.needed(case, KernelShape(2048, 3, 128)) == 3 * allowed.sum()
+        assert posjax_kernels.needed(case, KernelShape(2048, 3, 128)) == 3 * allowed.sum()
 
 
 def _area_and_work(launch):
@@ -437,7 +442,7 @@ def test_other_shapes_have_a_table_of_their_own(tmp_path, monkeypatch):
         ["posjax, forward", "64", "5,120 (5.120) 512 x 1024 x 512"],
         ["posjax, forward", "256", "out of VMEM"],
     ]
-    assert [row[0] for row in rows] == [name for name in own.CAUSAL for _ in range(2)]
+    assert [row[0] for row in rows] == [name for name in posjax_kernels.CAUSAL for _ in range(2)]
 
 
 def test_layers_have_a_table_of_their_own(tmp_path, monkeypatch):

@@ -15,10 +15,11 @@ from train.runtime.chips import CHIPS
 from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
 from train.runtime.paths import write_file
-from train.workshop.schedule import layer, own
+from train.workshop.schedule import layer
 from train.workshop.schedule.compiling import check_compiler
 from train.workshop.schedule.config import Prediction, ScheduleConfig
 from train.workshop.schedule.implementations import SCHEDULED, missing, schedule_of
+from train.workshop.schedule.posjax_kernels import CAUSAL
 from train.workshop.schedule.program import Blocks, KernelShape
 from train.workshop.schedule.report import by_shape, notes, table
 
@@ -42,7 +43,7 @@ def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list
         for name in config.implementations:
             console.print(f"[dim]{chip}: {name} ...[/dim]")
             results += measure_all(name, chip, config.shape, config.timeout)
-        for name, shape in itertools.product(own.CAUSAL, config.shapes):
+        for name, shape in itertools.product(CAUSAL, config.shapes):
             console.print(f"[dim]{chip}: {name}, {shape.length} x {shape.head_dim} ...[/dim]")
             others += measure_all(name, chip, shape, config.timeout)
         for name in config.layers:

@@ -1,7 +1,7 @@
 """From bundles to cycles: a kernel's parts, times how often each one runs.
 
-A schedule gives the cost of one run of a part, not how often it runs. The author of the kernel states that as `Runs`,
-in program order. They are matched to the compiler's parts, hot ones to hot ones.
+A schedule gives the cost of one run of a part, not how often it runs. The author of the kernel states that as
+`Executions`, in program order. They are matched to the compiler's parts, hot ones to hot ones.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ TILE = 512
 """Costs are given for this many queries times this many keys."""
 
 _SMALL = 16
-"""Conditionals with fewer bundles need no `Runs`: they count as often as the part around them."""
+"""Conditionals with fewer bundles need no `Executions`: they count as often as the part around them."""
 
 
 @dataclass(frozen=True)
-class Runs:
+class Executions:
     """How often one part of a kernel runs in a launch; a part is hot if it multiplies matrices."""
 
     name: str
     times: float
     products: tuple[Product, ...] = ()  # of one run
-    inside: tuple[Runs, ...] = ()  # conditionals in a hot part that run less often than the part
+    inside: tuple[Executions, ...] = ()  # conditionals in a hot part that run less often than the part
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Launch:
 
     kernel: str  # part of the kernel's name; jax adds the names of transformations
     steps: int  # of the grid
-    runs: tuple[Runs, ...]  # in program order; parts that are not named run once per step
+    runs: tuple[Executions, ...]  # in program order; parts that are not named run once per step
     area: float  # the query-key pairs of all visited tiles, over all heads
     needed: float  # the pairs among them that the mask allows
     moved_bytes: float  # between HBM and VMEM
@@ -117,12 +117,12 @@ def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:
     )
 
 
-def _hot(part: KernelPart, run: Runs, floor: float) -> Hot:
+def _hot(part: KernelPart, run: Executions, floor: float) -> Hot:
     spills = part.slots.get("SPILL", 0) + part.slots.get("FILL", 0)
     return Hot(run.name, run.times, part.bundles, part.cycles, floor, spills)
 
 
-def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Runs]:
+def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Executions]:
     """The part that each stated run belongs to, by the index of the part.
 
     Hot parts are matched in program order. So are conditionals between two hot parts; if there are more than stated,
@@ -151,7 +151,7 @@ def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Runs]:
     return dict(sorted(named.items()))
 
 
-def _largest(kernel: Kernel, parts: list[int], runs: Sequence[Runs]) -> dict[int, Runs]:
+def _largest(kernel: Kernel, parts: list[int], runs: Sequence[Executions]) -> dict[int, Executions]:
     """The runs, in program order, of the largest of some parts."""
     largest = sorted(parts, key=lambda i: -kernel.parts[i].bundles)[: len(runs)]
     return dict(zip(sorted(largest), runs, strict=False))
@@ -195,7 +195,7 @@ def _above(kernel: Kernel, index: int) -> Iterator[int]:
         yield index
 
 
-def _times(kernel: Kernel, launch: Launch, named: dict[int, Runs], chip: Chip) -> list[float]:
+def _times(kernel: Kernel, launch: Launch, named: dict[int, Executions], chip: Chip) -> list[float]:
     """How often each part runs, over all cores; a part that no run names runs as often as the part around it."""
     grid = _grid(kernel, launch)
     cores, trips = (1, 1) if grid is None else _cores_and_trips(kernel, kernel.parts[grid], launch.steps, chip)
@@ -217,7 +217,7 @@ def _times(kernel: Kernel, launch: Launch, named: dict[int, Runs], chip: Chip) -
     return found
 
 
-def _never(kernel: Kernel, named: dict[int, Runs]) -> set[int]:
+def _never(kernel: Kernel, named: dict[int, Executions]) -> set[int]:
     """Conditionals whose hot parts are all stated to run 0 times."""
     alive = {above for i, run in named.items() if run.times for above in _above(kernel, i)}
     return {i for i in _around_hot(kernel) - alive if kernel.parts[i].kind == "branch"}

@@ -17,12 +17,12 @@ from train.workshop.schedule.compiling import DoesNotCompile, check_compiler
 from train.workshop.schedule.config import ScheduleConfig
 from train.workshop.schedule.cost import Cost
 from train.workshop.schedule.implementations import schedule_of
-from train.workshop.schedule.own import CAUSAL, on
+from train.workshop.schedule.posjax_kernels import CAUSAL, on
 from train.workshop.schedule.program import KernelShape
 
-Sizes = tuple[int, int, int]
+TileSizes = tuple[int, int, int]
 """Queries, keys, part."""
-Entry = tuple[int, int, int]
+TileCosts = tuple[int, int, int]
 """A whole tile, a masked tile, a row."""
 
 COSTS_FILE = ROOT / "posjax" / "attention" / "tpu" / "costs.py"
@@ -71,7 +71,7 @@ def write_costs(config: ScheduleConfig, chips: str, file: Path = COSTS_FILE) -> 
     print(f"written: {file}")
 
 
-def entries(name: str, chip: str, sizes: tuple[Sizes, ...], timeout: int) -> Iterator[tuple[Sizes, Entry]]:
+def entries(name: str, chip: str, sizes: tuple[TileSizes, ...], timeout: int) -> Iterator[tuple[TileSizes, TileCosts]]:
     """The cost of tiles of these sizes on a chip; sizes that do not fit into its fast memory are left out."""
     for size in sizes:
         blocks = dict(zip(("q", "kv", "part"), size, strict=True))
@@ -88,7 +88,7 @@ def entries(name: str, chip: str, sizes: tuple[Sizes, ...], timeout: int) -> Ite
         yield size, found
 
 
-def entry(cost: Cost, rows: int) -> Entry:
+def entry(cost: Cost, rows: int) -> TileCosts:
     """Cycles of a whole tile, of a masked tile, and of a row without its tiles.
 
     A tile costs no less than its matrix products; a row is the rest of all cycles, divided by the number of rows.
@@ -118,7 +118,7 @@ def module(forward: Mapping, backward: Mapping, found: Mapping[str, str]) -> str
     return "\n".join((head, _table("FORWARD", forward), _table("BACKWARD", backward)))
 
 
-def _table(name: str, chips: Mapping[str, Mapping[Sizes, Entry]]) -> str:
+def _table(name: str, chips: Mapping[str, Mapping[TileSizes, TileCosts]]) -> str:
     lines = [f"{name} = {{"]
     for chip, table in chips.items():
         lines += [f'    "{chip}": {{', *(f"        {size}: {cost}," for size, cost in table.items()), "    },"]

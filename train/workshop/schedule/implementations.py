@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 
 from train.runtime.chips import CHIPS, Product
-from train.workshop.schedule import own
 from train.workshop.schedule.compiling import compile_for
-from train.workshop.schedule.cost import Cost, Launch, Runs, cost, find_kernel
+from train.workshop.schedule.cost import Cost, Executions, Launch, cost, find_kernel
+from train.workshop.schedule.posjax_kernels import OWN_KERNELS
 from train.workshop.schedule.program import Blocks, Implementation, KernelProgram, KernelShape
 
 
@@ -131,7 +131,7 @@ def tokamax_backward(shape: KernelShape, q: int, kv: int, compute: int) -> Kerne
 def _by_rows(kernel: str, shape: KernelShape, q: int, kv: int, products: tuple[Product, ...]) -> Launch:
     """A grid over rows of queries and all key blocks; a tile loads its keys and values."""
     rows, tiles = shape.heads * shape.length // q, shape.heads * sum(causal_tiles(shape.length, q, kv))
-    runs = Runs("row start", rows), Runs("tile", tiles, products), Runs("row finish", rows)
+    runs = Executions("row start", rows), Executions("tile", tiles, products), Executions("row finish", rows)
     moved = tiles * kv * 2 * 2 * shape.head_dim
     return Launch(kernel, rows * shape.length // kv, runs, tiles * q * kv, shape.causal_pairs, moved)
 
@@ -143,7 +143,11 @@ def _by_columns(shape: KernelShape, q: int, kv: int, products: tuple[Product, ..
     loads keys and values, and stores their gradients.
     """
     columns, tiles = shape.heads * shape.length // kv, shape.heads * sum(causal_tiles(shape.length, q, kv))
-    runs = Runs("column start", columns), Runs("tile", tiles, products), Runs("column finish", columns)
+    runs = (
+        Executions("column start", columns),
+        Executions("tile", tiles, products),
+        Executions("column finish", columns),
+    )
     moved = tiles * q * (2 * 2 * shape.head_dim + 3 * 8 * 4) + columns * kv * 4 * 2 * shape.head_dim
     return Launch("splash_mha_dkv", columns * shape.length // q, runs, tiles * q * kv, shape.causal_pairs, moved)
 
@@ -152,7 +156,7 @@ def _visited_only(launch: Launch, shape: KernelShape, q: int, kv: int) -> Launch
     """Splash's grid without empty steps, and with a separate part for tiles that need no mask."""
     full, masked = (shape.heads * tiles for tiles in causal_tiles(shape.length, q, kv))
     start, tile, finish = launch.runs
-    tiles = Runs("full tile", full, tile.products), Runs("masked tile", masked, tile.products)
+    tiles = Executions("full tile", full, tile.products), Executions("masked tile", masked, tile.products)
     return replace(launch, steps=full + masked, runs=(start, *tiles, finish))
 
 
@@ -215,6 +219,6 @@ SCHEDULED = {
     "jax splash, fused backward": Implementation(splash_fused_backward, _SIZES),
     "jax splash, two-kernel backward": Implementation(splash_two_kernel_backward, _SIZES),
     "tokamax splash, fused backward": Implementation(tokamax_backward, _SIZES, needs="tokamax"),
-    **own.OWN_KERNELS,
+    **OWN_KERNELS,
 }
 """Every kernel that is compiled, by the name it has in tables and configs."""

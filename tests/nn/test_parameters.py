@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from posjax.nn.parts import from_heads, to_heads
+from posjax.nn.parameters import from_heads, to_heads
 
 EMBED, HEADS = 12, 3
 

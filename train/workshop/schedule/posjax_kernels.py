@@ -19,7 +19,7 @@ from posjax._axes import narrowed
 from posjax.attention.backends import TPU
 from posjax.attention.operands import Operands, RemappedPair
 from posjax.attention.operation import attend_here
-from posjax.attention.tiles import Blocks, Kind, TilePlan, plan
+from posjax.attention.tiles import Blocks, Kind, TilePlan, plan_tiles
 from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import Options
@@ -27,7 +27,7 @@ from posjax.bias import T5, ALiBi, Kerple
 from posjax.masks import Beyond, Causal, FirstTokens, Mask, Segments, Window, block_bounds
 from posjax.positions import Range
 from train.runtime.chips import Product
-from train.workshop.schedule.cost import Launch, Runs
+from train.workshop.schedule.cost import Executions, Launch
 from train.workshop.schedule.program import Implementation, KernelProgram, KernelShape
 
 NUMBERS = (32, 8)
@@ -114,7 +114,7 @@ def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
 
 def _planned(case: Case, shape: KernelShape, blocks: Blocks, ids) -> TilePlan:
     x = operands(case, *arguments(shape)[:3], np.zeros(NUMBERS, np.float32), ids)
-    return plan(x, blocks, constant_from=x.bias.constant_from if form_of(x) is ByDistance else None)
+    return plan_tiles(x, blocks, constant_from=x.bias.constant_from if form_of(x) is ByDistance else None)
 
 
 def _counted(plan: TilePlan, which) -> dict[Kind, int]:
@@ -156,11 +156,11 @@ def forward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: st
     blocks = Blocks(q, kv, part)
     counts = tiles(case, shape, blocks)
     rows = shape.heads * shape.length // q
-    runs = [Runs("head start", shape.heads), *_runs(counts, shape, partial(_forward_products, blocks))]
+    runs = [Executions("head start", shape.heads), *_runs(counts, shape, partial(_forward_products, blocks))]
     if case.is_bounded(chip):
-        runs += [Runs(f"{run.name}, again", 0, run.products) for run in runs if run.products]
+        runs += [Executions(f"{run.name}, again", 0, run.products) for run in runs if run.products]
         lengths = ((8, shape.head_dim, q),) * (1 + (case.beyond is not None))
-        runs.insert(0, Runs("lengths of queries", rows, lengths))
+        runs.insert(0, Executions("lengths of queries", rows, lengths))
     moved = _moved(case, shape, blocks, counts, tokens=kv, each=4 * shape.head_dim)
     # A row reads its queries, and writes outputs and log-sum-exp.
     moved += rows * q * ((2 + (case.beyond is not None)) * 2 * shape.head_dim + 4)
@@ -175,7 +175,7 @@ def backward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: s
     rows = shape.heads * shape.length // kv
     runs = _with_ends(_runs(counts, shape, partial(_backward_products, blocks)), shape, ends(case, shape, blocks))
     if case.learned:
-        runs.insert(0, Runs("head start", shape.heads))  # where sums for the bias begin
+        runs.insert(0, Executions("head start", shape.heads))  # where sums for the bias begin
     # A tile reads queries, the outputs' gradient and two numbers for each, and reads and writes the queries' gradient;
     # a row reads keys and values, and writes their gradients.
     moved = _moved(case, shape, blocks, counts, tokens=q, each=(2 + 2 + 4 + 4) * shape.head_dim + 8)
@@ -193,19 +193,20 @@ def _launch(kernel, case, shape, blocks, counts, rows, runs, moved) -> Launch:
 
 def _runs(
     counts: dict[Kind, int], shape: KernelShape, products: Callable[[int, Kind], Sequence[Product]]
-) -> list[Runs]:
+) -> list[Executions]:
     return [
-        Runs(_name(kind), shape.heads * count, tuple(products(shape.head_dim, kind))) for kind, count in counts.items()
+        Executions(_name(kind), shape.heads * count, tuple(products(shape.head_dim, kind)))
+        for kind, count in counts.items()
     ]
 
 
-def _with_ends(runs: list[Runs], shape: KernelShape, ends: tuple) -> list[Runs]:
+def _with_ends(runs: list[Executions], shape: KernelShape, ends: tuple) -> list[Executions]:
     """For every kind of tile, the code that runs only in the first or the last tile of a block of queries."""
     first, last = ({_name(kind): shape.heads * count for kind, count in counts.items()} for counts in ends)
 
-    def inside(name: str) -> tuple[Runs, Runs]:
+    def inside(name: str) -> tuple[Executions, Executions]:
         cleared, finished = (times.get(name, 0) for times in (first, last))
-        return Runs(f"{name}, cleared", cleared), Runs(f"{name}, finished", finished)
+        return Executions(f"{name}, cleared", cleared), Executions(f"{name}, finished", finished)
 
     return [replace(run, inside=inside(run.name)) for run in runs]
 
