@@ -35,7 +35,7 @@ _DISTANCES = np.arange(REACH)
 def figure(method: Method) -> tuple[str, str]:
     """The figure of a page as SVG, and a sentence on what it shows."""
     about = subject(method)
-    if about == "positions":
+    if about == "training_positions":
         return _svg(1, lambda axes: _draw_positions(axes, method)), "Positions that the rule draws in training, by row."
     if _is_rule(method) and method.scheme.features.frequencies.num_axes == 1:
         caption = f"Left: each pair's frequency over that of plain RoPE. {_caption()} {CONTENTS}"
@@ -71,7 +71,7 @@ def _lines(method: Method) -> Mapping[str, pj.Scheme]:
 
 def draw_ahead(methods: Sequence[Method]) -> None:
     """Computes the curves of all figures, some at a time, for compiling one keeps one core busy."""
-    weighed = [method for method in methods if subject(method) not in ("positions", "embedding")]
+    weighed = [method for method in methods if subject(method) not in ("training_positions", "embedding")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         lines = {(scheme, method.head_dim) for method in weighed for scheme in _lines(method).values()}
         list(pool.map(lambda line: _curve(*line), lines))
@@ -130,7 +130,7 @@ def _draw_positions(axes, method: Method) -> None:
     """What a rule draws for a few rows as long as those of training."""
     length = method.options.get("original_length", TRAINED)
     for row in range(4):
-        drawn = method.scheme.positions.draw(jax.random.key(row), 1, length)
+        drawn = method.scheme.training_positions.draw(jax.random.key(row), 1, length)
         places = drawn.positions if drawn.coordinates is None else drawn.coordinates[..., 0]
         axes.plot(np.arange(length), np.ravel(places), linewidth=1.2, label=f"row {row + 1}")
     axes.plot(np.arange(length), np.arange(length), color="0.5", linestyle=":", linewidth=1, label="0, 1, 2, ...")

@@ -115,7 +115,18 @@ SOURCES = {
     "methods/scale-constant": "T5; Gemma 4",
 }
 """The sources of methods that come from a released model and cite no article."""
-_SLOT_ORDER = ("embedding", "linear", "remap", "sinks", "bias", "scale", "norm", "mask", "features", "positions")
+_SLOT_ORDER = (
+    "embedding",
+    "linear",
+    "remap",
+    "sinks",
+    "bias",
+    "scale",
+    "norm",
+    "mask",
+    "features",
+    "training_positions",
+)
 
 
 @dataclass(frozen=True)

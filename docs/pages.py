@@ -41,7 +41,7 @@ GROUPS = {
     "sinks": "Sinks",
     "scale": "Scales",
     "norm": "Norms",
-    "positions": "Positions of training",
+    "training_positions": "Positions of training",
     "linear": "Linear attention",
     "recipe": "Layer recipes",
 }

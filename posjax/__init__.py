@@ -15,9 +15,9 @@ from posjax import (
     positions,
     remap,
     rotary,
-    sampling,
     scales,
     sinks,
+    training_positions,
 )
 from posjax._angles import Frequencies
 from posjax._slots import Features
@@ -63,11 +63,11 @@ __all__ = [
     "remap",
     "rotary",
     "rotary_table",
-    "sampling",
     "scales",
     "scheme",
     "scheme_names",
     "sinks",
+    "training_positions",
 ]
 
 

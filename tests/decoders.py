@@ -93,7 +93,9 @@ def scheme_of(name):
         return preset(name)
     members = [preset(member) for member in GROUPS[name].split()]
     schemes = [scheme for each in members for scheme in getattr(each, "schemes", (each,))]
-    return pj.Layers(((tuple(dict.fromkeys(dataclasses.replace(scheme, positions=None) for scheme in schemes)), 1),))
+    return pj.Layers(
+        ((tuple(dict.fromkeys(dataclasses.replace(scheme, training_positions=None) for scheme in schemes)), 1),)
+    )
 
 
 def config_of(name):

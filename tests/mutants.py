@@ -88,7 +88,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(queries <= keys)",
     ): "where they are as many, nothing is refused and nothing said",
     (
-        "posjax/sampling.py",
+        "posjax/training_positions.py",
         "return jnp.sort(jax.lax.top_k(words, count)[1].astype(jnp.int32), axis=-1)",
         "(1)",
     ): "there are two axes",

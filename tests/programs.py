@@ -18,7 +18,7 @@ def shared_programs():
     build_program, check_model, check_continues = fit.build_program, fit.check_model, fit.check_continues
 
     def key(config):
-        size = config.model.vocabulary or load_tokenizer(config.data).vocabulary_size
+        size = config.model.vocab_size or load_tokenizer(config.data).vocabulary_size
         tokenizer = size if config.model.causal else config.data
         return repr((config.seed, config.model, config.scheme, config.init.values, config.train, tokenizer))
 

@@ -29,7 +29,7 @@ FLOORS = [
     {"_numbers", "_serial", "_shapes"},
     {"positions"},
     {"_axes"},
-    {"_slots", "_angles", "sampling", "layout", "_lowered"},
+    {"_slots", "_angles", "training_positions", "layout", "_lowered"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "norms", "sinks", "remap", "linear"},
     {"attention"},
     {"scheme"},

@@ -228,8 +228,8 @@ BAD = {
     "a scale for a bias": (lambda: Scheme(bias=scales.SSMax()), r"bias: .*SSMax.*which has no bind\(\)"),
     "features for a kernel": (lambda: Scheme(linear=rotary.Rotary()), r"linear: .*Rotary.*which has no size\(\)"),
     "a kernel for positions": (
-        lambda: Scheme(positions=linear.Performer()),
-        r"positions: .*Performer.*which has no evaluate\(\)",
+        lambda: Scheme(training_positions=linear.Performer()),
+        r"training_positions: .*Performer.*which has no evaluate\(\)",
     ),
     "a rule for a scale": (lambda: Scheme(scale=rotary.Linear(2.0)), r"scale: .*Linear.*which has no factor\(\)"),
     "a bias for a scale": (lambda: Scheme(scale=bias.ALiBi()), r"scale: .*ALiBi.*which has no factor\(\)"),
@@ -324,9 +324,9 @@ def test_one_sided_biases_go_on_where_no_key_ahead_is_known_to_be_seen(options):
 
 def test_heads_of_another_size_are_checked_with_their_own():
     xpos = rotary.XPos(WIDE)
-    assert Scheme(features=xpos, positions=pj.sampling.Randomised(512)).features == xpos
-    with pytest.raises(ValueError, match="positions: ids below 20000 may make a tile of xPos longer"):
-        Scheme(features=xpos, positions=pj.sampling.Randomised(20_000))
+    assert Scheme(features=xpos, training_positions=pj.training_positions.Randomised(512)).features == xpos
+    with pytest.raises(ValueError, match="training_positions: ids below 20000 may make a tile of xPos longer"):
+        Scheme(features=xpos, training_positions=pj.training_positions.Randomised(20_000))
     with pytest.raises(ValueError, match="remap: ReRoPE replaces the distances that the decay of XPos reads"):
         Scheme(features=xpos, remap=remap.ReRoPE(8))
     for before, after in (

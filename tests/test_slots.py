@@ -39,5 +39,5 @@ def test_widths_of_projections_are_shares_of_a_head():
         widths = (0.5, 0.25)
 
     assert (Narrow().query_size(16), Narrow().key_size(16), Narrow().head_dim(4)) == (8, 4, 16)
-    assert (Features().axes, Features().softmax_scale, Features().shift_invariant) == (1, 1.0, True)
+    assert (Features().num_axes, Features().softmax_scale, Features().shift_invariant) == (1, 1.0, True)
     assert not Features().reads_length

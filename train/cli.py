@@ -126,11 +126,11 @@ def verify(path: str, overrides: Sequence[str]) -> int:
     return 0 if whole else DAMAGED
 
 
-def tasks(path: str, overrides: Sequence[str]) -> None:
+def languages(path: str, overrides: Sequence[str]) -> None:
     """train encoders on formal languages and grids, and test them on longer and larger ones"""
-    from train.languages import TasksConfig, run
+    from train.languages import LanguagesConfig, run
 
-    run(load(path, overrides, TasksConfig))
+    run(load(path, overrides, LanguagesConfig))
 
 
 def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str | None, loop: bool) -> None:
@@ -165,7 +165,7 @@ def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep:
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     command.__name__: command
-    for command in (fit, tokenize, compare, evaluate, generate, search, export, verify, tasks, bench, plan)
+    for command in (fit, tokenize, compare, evaluate, generate, search, export, verify, languages, bench, plan)
 }
 """Every command by name; it returns its exit status, or None for 0."""
 _YAML = "a YAML file, on this machine or at a URL"
@@ -182,7 +182,7 @@ _CONFIGS = {
     "export": _MODEL,
     "verify": "a run's directory, on this machine or at a URL; or the YAML file that it was made from, whose URL ends "
     "in .yaml or .yml",
-    "tasks": f"{_YAML}, as configs/tasks.yaml; it has the keys of TasksConfig in train/languages/config.py",
+    "languages": f"{_YAML}, as configs/languages.yaml; it has the keys of LanguagesConfig in train/languages/config.py",
     "bench": f"{_YAML}, as configs/bench.yaml; it has the keys of BenchConfig in train/workshop/bench.py, and with "
     "--loop those of a config of fit",
 }
@@ -340,10 +340,10 @@ def _parser() -> _Parser:
 
 
 def _end_of_help(command: str) -> dict[str, Any]:
-    """The help text on the keys of a config; `tasks` and `bench` have keys of their own."""
+    """The help text on the keys of a config; `languages` and `bench` have keys of their own."""
     if command == "fit":
         return {"epilog": _about_config(), "formatter_class": argparse.RawDescriptionHelpFormatter}
-    own = command in ("tasks", "bench")
+    own = command in ("languages", "bench")
     return {} if own else {"epilog": "python -m train fit --help lists the sections of a config."}
 
 

@@ -33,7 +33,7 @@ class CLEX(FrequencyRule):
     steps: Runge-Kutta steps (of fourth order) per unit of t; the released code takes 100. One pass of
         steps * (max_factor - 1) small steps gives all integer scales, so a traced length does not compile again.
 
-    Other modules have the rest of the method: ``sampling.ClexPositions`` draws training positions from t L;
+    Other modules have the rest of the method: ``training_positions.ClexPositions`` draws training positions from t L;
     ``scales.ClippedLogN`` is the log scale ln(keys) / ln L of the query (unclipped in the paper), not used in training.
     The released code shares one module among all layers, and always uses base 10,000 in ntk.
     All keys must share the frequencies of the current length: cache keys before rotation, or keep the length fixed.

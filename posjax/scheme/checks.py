@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from posjax import linear, masks, norms, rotary, sampling, scales
+from posjax import linear, masks, norms, rotary, scales, training_positions
 from posjax._checks import check, shown
 from posjax._slots import check_registered
 from posjax.scheme.choices import Choices
@@ -35,7 +35,7 @@ def check_composition(scheme: Choices) -> None:
     _check_norm(scheme)
     if scheme.bias is not None and scheme.bias.contextual:
         _check_contextual(scheme)
-    if scheme.positions is not None:
+    if scheme.training_positions is not None:
         _check_positions(scheme)
     if scheme.remap is not None:
         scheme.remap.check(scheme.features)
@@ -100,17 +100,18 @@ def _check_contextual(scheme: Choices) -> None:
 
 
 def _check_positions(scheme: Choices) -> None:
-    longest, table = (getattr(spec, "max_length", None) for spec in (scheme.positions, scheme.embedding))
+    longest, table = (getattr(spec, "max_length", None) for spec in (scheme.training_positions, scheme.embedding))
+    drawn = f"training_positions: ids below {longest}"
     fits = longest is None or table is None or longest <= scheme.embedding.reach
-    check(fits, f"positions: ids below {longest} are drawn, but the learned embedding is shorter; make it longer")
+    check(fits, f"{drawn} are drawn, but the learned embedding is shorter; make it longer")
     check(
         longest is None or scheme.features is None or not scheme.features.decays or longest <= 10_000,
-        f"positions: ids below {longest} may make a tile of xPos longer than its decay allows; stay below 10,000",
+        f"{drawn} may make a tile of xPos longer than its decay allows; stay below 10,000",
     )
-    real = isinstance(scheme.positions, sampling.EqualMean)
+    real = isinstance(scheme.training_positions, training_positions.EqualMean)
     check(
         not real or scheme.features is not None or scheme.embedding is not None,
-        "positions: equal-mean coordinates are read by features and embeddings, and this scheme has neither",
+        "training_positions: equal-mean coordinates are read by features and embeddings, and this scheme has neither",
     )
 
 

@@ -28,7 +28,7 @@ class Layers:
             check(bool(schemes) and repeats > 0, f"patterns: every period needs schemes and repeats, found {repeats}")
         for scheme in self.schemes:
             check(isinstance(scheme, Scheme), f"patterns: expected posjax.Scheme, found {shown(scheme)}")
-        for name in ("embedding", "positions"):
+        for name in ("embedding", "training_positions"):
             found = {getattr(scheme, name) for scheme in self.schemes}
             check(len(found) == 1, f"patterns: all layers must name the same {name}, found {shown(found)}")
 
@@ -43,9 +43,9 @@ class Layers:
         return self.schemes[0].embedding
 
     @property
-    def positions(self):
+    def training_positions(self):
         """How positions are drawn in training."""
-        return self.schemes[0].positions
+        return self.schemes[0].training_positions
 
     @property
     def shift_invariant(self) -> bool:

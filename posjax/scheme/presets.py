@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Literal, overload
 
-from posjax import bias, coca, linear, masks, norms, pope, remap, rotary, sampling, scales, sinks
+from posjax import bias, coca, linear, masks, norms, pope, remap, rotary, scales, sinks, training_positions
 from posjax._checks import check, check_count, check_counts
 from posjax.scheme.choices import SLOT_NAMES
 from posjax.scheme.layers import Layers
@@ -34,7 +34,8 @@ def _features(feature: Callable[[rotary.FrequencyRule], Any]) -> Callable[[rotar
 
 def _clex(rule: rotary.CLEX) -> Scheme:
     return Scheme(
-        features=rotary.Rotary(rule), positions=sampling.ClexPositions(rule.original_length, int(rule.max_factor))
+        features=rotary.Rotary(rule),
+        training_positions=training_positions.ClexPositions(rule.original_length, int(rule.max_factor)),
     )
 
 
@@ -279,7 +280,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
         partial(rotary.Plain, base=1_000_000.0),
         lambda rule: Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rule)),
     ),
-    **_named("positions", "randomised", "equal-mean", "pose", features=_ROPE),
+    **_named("training_positions", "randomised", "equal-mean", "pose", features=_ROPE),
     "hwfa": (_hwfa, lambda layers: layers),
     "hwfa2": (_hwfa2, lambda layers: layers),
     "gemma3": (_gemma3, lambda layers: layers),

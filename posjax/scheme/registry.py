@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, sampling, scales, sinks
+from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, scales, sinks, training_positions
 from posjax._checks import check, check_counts, nearest, shown
 from posjax._slots import Features
 from posjax.scheme.slots import lacking
@@ -97,7 +97,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "limit": linear.Limit,
         "cosine": linear.Cosine,
     },
-    "positions": dict(sampling.RULES),
+    "training_positions": dict(training_positions.RULES),
 }
 """The specs of each slot, by the names that configurations use. A new method adds a line here, and one
 in `posjax.scheme.presets` if `posjax.scheme` is to know its name."""

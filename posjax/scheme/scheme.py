@@ -6,8 +6,8 @@ For query i, key j and head h every method of this library computes
 
 and a ``Scheme`` names phi and psi (``features``, after ``norm``), c (``scale``), b (``bias``) and allowed (``mask``);
 ``remap`` scores distant pairs by other distances, ``sinks`` take part in the normalisation, ``embedding`` is added to
-the token embeddings, ``positions`` draws the positions of training, and ``linear`` replaces the softmax. Slots compose
-freely; those that do not raise ValueError when the scheme is built, with the reason.
+the token embeddings, ``training_positions`` draws the positions of training, and ``linear`` replaces the softmax.
+Slots compose freely; those that do not raise ValueError when the scheme is built, with the reason.
 """
 
 import dataclasses
@@ -50,7 +50,8 @@ class Scheme(Choices):
         remap: other features for distant pairs: ``remap.ReRoPE``, ``remap.SelfExtend``, ...
         sinks: logits without values: ``sinks.LearnedSinks``, ``sinks.SoftmaxPlusOne``.
         linear: the kernel of linear attention, in place of the softmax: ``linear.Elu``, ``linear.Performer``, ...
-        positions: how positions are drawn in training: ``sampling.Randomised``, ... Only a trainer reads it.
+        training_positions: how positions are drawn in training: ``training_positions.Randomised``, ... Only a trainer
+            reads it.
 
     Raises:
         ValueError: for slots that do not compose, with the reason.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from posjax.bias import Bias
 from posjax.masks import Mask
 from posjax.positions import Positions
-from posjax.sampling import Sampling
+from posjax.training_positions import Sampling
 
 SlotParams = Mapping[str, Array] | None
 
@@ -162,7 +162,7 @@ PROTOCOLS: dict[str, type] = {
     "remap": RemapSlot,
     "sinks": SinkSlot,
     "linear": LinearSlot,
-    "positions": Sampling,
+    "training_positions": Sampling,
 }
 
 

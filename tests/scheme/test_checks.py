@@ -39,11 +39,11 @@ from posjax.scheme import Scheme
             r"rotates only the numerator",
         ),
         (
-            lambda: pj.scheme("learned", max_length=8, positions={"name": "randomised"}),
+            lambda: pj.scheme("learned", max_length=8, training_positions={"name": "randomised"}),
             r"the learned embedding is shorter",
         ),
-        (lambda: pj.scheme("alibi", positions={"name": "equal-mean"}), r"this scheme has neither"),
-        (lambda: pj.scheme("xpos", positions={"name": "pose", "max_length": 65536}), r"stay below 10,000"),
+        (lambda: pj.scheme("alibi", training_positions={"name": "equal-mean"}), r"this scheme has neither"),
+        (lambda: pj.scheme("xpos", training_positions={"name": "pose", "max_length": 65536}), r"stay below 10,000"),
     ],
 )
 def test_what_does_not_compose_is_refused(call, message):

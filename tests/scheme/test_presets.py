@@ -258,7 +258,7 @@ GOOD = {
         **{name: {"window": 4} for name in ("rerope", "leaky-rerope")},
         "dual-chunk": {"length": 8},
     },
-    "positions": {"clex": {"original_length": 8}, "pose": {"max_length": 8}},
+    "training_positions": {"clex": {"original_length": 8}, "pose": {"max_length": 8}},
 }
 """What a spec of each slot cannot do without."""
 
@@ -362,7 +362,7 @@ BAD = {
         },
         **{name: {"order": (1, 3, *NOT_A_COUNT), "scale": NOT_POSITIVE} for name in ("taylor", "limit")},
     },
-    "positions": {
+    "training_positions": {
         "randomised": {"max_length": (2**31, *NOT_A_COUNT), "test": ("odd",)},
         "equal-mean": {"distribution": ("normal",), "factor": (1, *BELOW_ONE), "alpha": NOT_POSITIVE},
         "clex": {"original_length": (2**31, *NOT_A_COUNT), "max_factor": NOT_A_COUNT},

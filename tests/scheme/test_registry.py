@@ -83,8 +83,8 @@ def test_what_has_no_name_of_its_own_is_not_taken_for_another():
 
 
 def test_the_lists_of_the_rooms_stay_as_they_are():
-    pj.register("positions", "mine", pj.sampling.Randomised)
-    assert "mine" not in pj.sampling.RULES
+    pj.register("training_positions", "mine", pj.training_positions.Randomised)
+    assert "mine" not in pj.training_positions.RULES
 
 
 class Unhashable(LearnedRows):

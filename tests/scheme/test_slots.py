@@ -12,7 +12,7 @@ from posjax.scheme.slots import PROTOCOLS, lacking
 def test_what_is_asked_follows_from_the_protocol():
     assert lacking("scale", object()) == ["init()", "factor()", "shift_invariant"]
     assert lacking("sinks", pj.sinks.LearnedSinks) == lacking("sinks", pj.sinks.LearnedSinks()) == []
-    assert lacking("positions", object()) == ["draw()", "evaluate()"]
+    assert lacking("training_positions", object()) == ["draw()", "evaluate()"]
     assert lacking("features", object())[:3] == ["init()", "query_size()", "key_size()"]
 
 

@@ -174,7 +174,7 @@ def test_command_lines(capsys, arguments, message):
         ("train.trainable=[nothing.*]", "train.trainable.*'nothing.*'.*embed"),
         ("model.num_heads=3", "num_heads"),
         ("model.num_kv_heads=3", "num_kv_heads"),
-        ("model.vocabulary=100", "model.vocabulary: the tokenizer has 260 tokens, found 100"),
+        ("model.vocab_size=100", "model.vocab_size: the tokenizer has 260 tokens, found 100"),
         ("name=../elsewhere", "name: .*output, found '../elsewhere'"),
         ("name=/elsewhere", "name: .*output, found '/elsewhere'"),
         ("seed=-1", "seed must be at least 0"),

@@ -151,7 +151,7 @@ MODEL = (
         *((name, "CONFIG a YAML file, on this machine or at a URL") for name in ("fit", "tokenize", "compare", "plan")),
         *((name, f"CONFIG {MODEL}") for name in ("evaluate", "generate", "search", "export")),
         ("verify", "CONFIG a run's directory, on this machine or at a URL; or the YAML file that it was made from"),
-        ("tasks", "the keys of TasksConfig in train/languages/config.py"),
+        ("languages", "the keys of LanguagesConfig in train/languages/config.py"),
         ("bench", "the keys of BenchConfig in train/workshop/bench.py"),
     ],
 )

@@ -314,7 +314,7 @@ def test_a_tokenizer_that_is_too_large_is_refused(released, values, command, cap
     data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "evaluate.lengths=[16]"]
     name, *rest = command
     assert cli.main([name, str(released[0]), *rest, *data, "data.special_tokens=added"]) == 2
-    assert f"model.vocabulary: the tokenizer has {VOCABULARY + 2} tokens" in capsys.readouterr().err
+    assert f"model.vocab_size: the tokenizer has {VOCABULARY + 2} tokens" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_reached_is_one_line(monkeypatch, capsys):

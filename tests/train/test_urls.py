@@ -42,10 +42,16 @@ def folder(tmp_path):
         "compare": {"schemes": ["rope", {"name": "rope", "label": "pi", "extend": PI}]},
         "monitor": {"evaluate_every": 2, "compilation_cache": str(tmp_path / "compiled")},
     }
-    tasks = {"output": RUNS, "tasks": ["even pairs"], "schemes": ["rope"], "train_length": 4, "test_lengths": [4]}
+    languages = {
+        "output": RUNS,
+        "languages": ["even pairs"],
+        "schemes": ["rope"],
+        "train_length": 4,
+        "test_lengths": [4],
+    }
     sizes = {"num_layers": 1, "model_dim": 8, "num_heads": 1, "steps": 2, "batch": 2, "test_batches": 1}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump(tasks | sizes))
+    (tmp_path / "languages.yaml").write_text(yaml.safe_dump(languages | sizes))
     return tmp_path
 
 
@@ -98,7 +104,7 @@ def test_every_command_reads_and_writes_in_an_object_store(folder, monkeypatch):
             ["compare", f"{RUN}/config.yaml", "name=both"],
             ["compare", "mine.yaml", "name=both"],
             ["compare", "mine.yaml", "name=study", "compare.schemes=[released]", *study],
-            ["tasks", "tasks.yaml"],
+            ["languages", "languages.yaml"],
         )
         bucket = Bucket(monkeypatch, address)
         page = {"index.html", "figure.png"}

@@ -18,7 +18,13 @@ from train.config.settings.checks import check
 from train.config.typed import plain, section
 from train.runtime.paths import path
 
-_RENAMED = {"far": "remap", "trains": "trainable", "axes": "num_axes"}
+_RENAMED = {
+    "far": "remap",
+    "trains": "trainable",
+    "axes": "num_axes",
+    "vocabulary": "vocab_size",
+    "positions": "training_positions",
+}
 """Keys that earlier versions saved, and their names now."""
 
 

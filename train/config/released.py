@@ -120,7 +120,7 @@ def model_section(config: DecoderConfig) -> dict[str, Any]:
         name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value for name, value in fields.items()
     }
     return {
-        "vocabulary" if name == "vocab_size" else name: list(value) if isinstance(value, tuple) else value
+        name: list(value) if isinstance(value, tuple) else value
         for name, value in plain.items()
         if name not in _NOT_SHAPE
     }

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from posjax import nn
 from posjax._checks import check
 from posjax.attention.sharded import Placement
-from posjax.sampling import Drawn
+from posjax.training_positions import Drawn
 from train.evaluate.mesh import computed, placement, split_cache, with_whole_head
 from train.evaluate.predictor import NOT_FINITE, Predictor, RowLayout, best
 from train.model.mesh import BATCH_AXES
@@ -84,12 +84,12 @@ def _check_reach(model: nn.Decoder, length: int) -> None:
     """Raises ValueError for a text that is longer than a learned embedding of positions."""
     layers = model.config.layers
     reach = getattr(layers.embedding, "reach", length)
-    check(reach >= length or layers.positions is not None, f"the model has {reach} learned positions")
+    check(reach >= length or layers.training_positions is not None, f"the model has {reach} learned positions")
 
 
 def drawn_in_use(model: nn.Decoder, length: int, seed: int, rows: int) -> Drawn:
     """The draws of the model's rule of positions at use; empty without a rule."""
-    rule = model.config.layers.positions
+    rule = model.config.layers.training_positions
     return Drawn() if rule is None else rule.evaluate(length, key=jax.random.key(seed), batch=rows)
 
 

@@ -133,7 +133,7 @@ def generate(
     check_vocabulary(config)
     tokenizer = load_tokenizer(config.data)
     tokens = tokenizer.prompt(prompt.encode("utf-8"))
-    _check_embedded(tokens, config.model.vocabulary or tokenizer.vocabulary_size)
+    _check_embedded(tokens, config.model.vocab_size or tokenizer.vocabulary_size)
     check(len(tokens) > 0, "--prompt is empty, and this tokenizer puts no BOS before a text; give at least one word")
     mesh = mesh_for(config, rows=1)
     stage, model = restore(directory, config, mesh=mesh)

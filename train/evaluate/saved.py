@@ -153,7 +153,7 @@ def _rows(
     own = entry_in_stage(entry, config, stage)
     scheme = evaluated_scheme(stage, own)
     # A rule draws positions from the run's own seed, so each run then needs its own program.
-    for part in [found] if scheme.positions is None else [[each] for each in found]:
+    for part in [found] if scheme.training_positions is None else [[each] for each in found]:
         yield from _rows_of_program(part, held_out, own, scheme, mesh)
 
 

@@ -1,6 +1,6 @@
-"""``python -m train tasks``: tests a scheme on longer strings and larger grids than it was trained on."""
+"""``python -m train languages``: tests a scheme on longer strings and larger grids than it was trained on."""
 
-from train.languages.config import TasksConfig
+from train.languages.config import LanguagesConfig
 from train.languages.report import run
 
-__all__ = ["TasksConfig", "run"]
+__all__ = ["LanguagesConfig", "run"]

@@ -1,4 +1,4 @@
-"""The typed configuration of ``python -m train tasks``."""
+"""The typed configuration of ``python -m train languages``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from train.languages.generators import LANGUAGES, Language
 
 
 @dataclass(frozen=True)
-class TasksConfig:
-    """Every task on strings with every one of `schemes`, every task on grids with every one of `grid_schemes`."""
+class LanguagesConfig:
+    """Every language of strings with every one of `schemes`, every one of grids with every one of `grid_schemes`."""
 
-    name: str = "tasks"
+    name: str = "languages"
     output: str = "runs"
     seed: int = 0
     imports: tuple[str, ...] = ()  # modules that register your own methods
-    tasks: tuple[str, ...] = ("even pairs", "cycle navigation", "bucket sort", "grid neighbours")
+    languages: tuple[str, ...] = ("even pairs", "cycle navigation", "bucket sort", "grid neighbours")
     schemes: tuple[SchemeConfig, ...] = ()
     grid_schemes: tuple[SchemeConfig, ...] = ()
     train_length: int = 10  # trained on strings of 1 .. train_length symbols
@@ -38,22 +38,26 @@ class TasksConfig:
         check_count("test_batches", self.test_batches)
         check_positive("learning_rate", self.learning_rate)
         check(0 <= self.seed < 2**32, f"seed must be at least 0 and below 2**32, found {self.seed}")
-        check(bool(self.tasks), f"tasks is empty: name some of {', '.join(LANGUAGES)}")
+        check(bool(self.languages), f"languages is empty: name some of {', '.join(LANGUAGES)}")
         for name in ("schemes", "grid_schemes"):
             labels = [entry.label for entry in getattr(self, name)]
             check(len(set(labels)) == len(labels), f"{name}: two have one label; give one of them its own label")
             for entry in getattr(self, name):
-                check(not entry.extend, f"{name}: {entry.label!r} has an extension, which tasks do not measure")
-        for name in self.tasks:
-            check_choice("tasks", name, tuple(LANGUAGES))
+                check(
+                    not entry.extend, f"{name}: {entry.label!r} has an extension, which this command does not measure"
+                )
+        for name in self.languages:
+            check_choice("languages", name, tuple(LANGUAGES))
             check(bool(self.entries(LANGUAGES[name])), f"no scheme for {name!r}: name some in schemes or grid_schemes")
         for name in ("test_lengths", "test_sides"):
             check(bool(getattr(self, name)) and min(getattr(self, name)) > 0, f"{name} must all be positive")
 
-    def entries(self, task: Language) -> tuple[SchemeConfig, ...]:
-        """The schemes to train on a task."""
-        return self.grid_schemes if task.level == "grid" else self.schemes
+    def entries(self, language: Language) -> tuple[SchemeConfig, ...]:
+        """The schemes to train on a language."""
+        return self.grid_schemes if language.level == "grid" else self.schemes
 
-    def lengths(self, task: Language) -> tuple[int, tuple[int, ...]]:
-        """The longest length to train a task on, and those to test it at."""
-        return (self.train_side, self.test_sides) if task.level == "grid" else (self.train_length, self.test_lengths)
+    def lengths(self, language: Language) -> tuple[int, tuple[int, ...]]:
+        """The longest length to train a language on, and those to test it at."""
+        return (
+            (self.train_side, self.test_sides) if language.level == "grid" else (self.train_length, self.test_lengths)
+        )

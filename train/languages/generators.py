@@ -1,4 +1,4 @@
-"""Tasks whose difficulty is length: strings of formal languages, and grids.
+"""Languages whose difficulty is length: strings of formal languages, and grids.
 
 The strings are tasks of Deletang et al. (arXiv 2207.02098, appendix A), by which Ruoss et al. (arXiv 2305.16843) and
 kexue.fm/archives/9444 compare position encodings. Each has a level of the Chomsky hierarchy: regular (R), deterministic
@@ -135,4 +135,4 @@ LANGUAGES: dict[str, Language] = {
     "missing duplicate": Language("CS", 2, missing_duplicate),
     "grid neighbours": Language("grid", COLOUR_COUNT, grid_neighbours, lambda side: side**2 + 1),
 }
-"""Every task, by the name that configurations use."""
+"""Every language, by the name that configurations use."""

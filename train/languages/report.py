@@ -1,4 +1,4 @@
-"""Every scheme on every task: the numbers, tables for the terminal, and a figure."""
+"""Every scheme on every language: the numbers, tables for the terminal, and a figure."""
 
 import json
 import time
@@ -8,20 +8,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from train.languages.config import TasksConfig
+from train.languages.config import LanguagesConfig
 from train.languages.generators import LANGUAGES
 from train.languages.trainer import check_fit, train_and_test
 from train.report import ends, style
 from train.runtime.paths import path, write_file
 
 
-def run(config: TasksConfig) -> list[dict[str, Any]]:
-    """Trains and tests everything, prints a table for each task, and writes ``results.jsonl`` and ``figure.png``.
+def run(config: LanguagesConfig) -> list[dict[str, Any]]:
+    """Trains and tests everything, prints a table for each language, and writes ``results.jsonl`` and ``figure.png``.
 
-    A row of results is the accuracy of one scheme on one task at one length. Raises ValueError for what cannot be
+    A row of results is the accuracy of one scheme on one language at one length. Raises ValueError for what cannot be
     built, before anything is trained.
     """
-    pairs = [(name, entry) for name in config.tasks for entry in config.entries(LANGUAGES[name])]
+    pairs = [(name, entry) for name in config.languages for entry in config.entries(LANGUAGES[name])]
     for name, entry in pairs:
         try:
             check_fit(LANGUAGES[name], entry, config)
@@ -34,10 +34,10 @@ def run(config: TasksConfig) -> list[dict[str, Any]]:
         start = time.perf_counter()
         found = train_and_test(LANGUAGES[name], entry, config)
         console.print(f"[dim]{name}: {entry.label}, {time.perf_counter() - start:.0f} s[/dim]")
-        about = {"task": name, "level": LANGUAGES[name].level, "label": entry.label, "seed": config.seed}
+        about = {"language": name, "level": LANGUAGES[name].level, "label": entry.label, "seed": config.seed}
         rows += [about | {"length": length, "accuracy": accuracy} for length, accuracy in found.items()]
         write_file(directory / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    for name in config.tasks:
+    for name in config.languages:
         console.print(table(name, rows, config))
     (directory / "figure.png").write_bytes(draw(rows, config))
     console.print(f"numbers: {directory / 'results.jsonl'} · figure: {directory / 'figure.png'}")
@@ -45,42 +45,48 @@ def run(config: TasksConfig) -> list[dict[str, Any]]:
 
 
 def curves(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Accuracy by length, by scheme, of one task."""
+    """Accuracy by length, by scheme, of one language."""
     found: dict[str, dict[int, float]] = {}
-    for row in (row for row in rows if row["task"] == name):
+    for row in (row for row in rows if row["language"] == name):
         found.setdefault(row["label"], {})[row["length"]] = row["accuracy"]
     return found
 
 
-def table(name: str, rows: Sequence[dict[str, Any]], config: TasksConfig) -> Table:
-    """The accuracies of one task in percent, one row a scheme, one column a length."""
-    task = LANGUAGES[name]
-    longest, lengths = config.lengths(task)
-    title = f"{name} ({task.level}): accuracy in %, guessing {100 / task.classes:.0f}, trained up to length {longest}"
+def table(name: str, rows: Sequence[dict[str, Any]], config: LanguagesConfig) -> Table:
+    """The accuracies of one language in percent, one row a scheme, one column a length."""
+    language = LANGUAGES[name]
+    longest, lengths = config.lengths(language)
+    guessing = f"guessing {100 / language.classes:.0f}"
+    title = f"{name} ({language.level}): accuracy in %, {guessing}, trained up to length {longest}"
     grid = Table("scheme", *map(str, lengths), title=title, min_width=len(title))
     for label, points in curves(name, rows).items():
         grid.add_row(label, *(f"{100 * accuracy:.1f}" for accuracy in points.values()))
     return grid
 
 
-def draw(rows: Sequence[dict[str, Any]], config: TasksConfig) -> bytes:
-    """One panel a task, as a PNG: accuracy against length; dashed the training length, dotted the level of guessing."""
-    columns = min(2, len(config.tasks))
-    figure = style.new_figure(style.WIDTH, 3.7 * -(-len(config.tasks) // columns))
-    for n, name in enumerate(config.tasks, 1):
-        _panel(figure.add_subplot(-(-len(config.tasks) // columns), columns, n), name, rows, config)
+def draw(rows: Sequence[dict[str, Any]], config: LanguagesConfig) -> bytes:
+    """A panel for each language, as a PNG: accuracy against length.
+
+    The dashed line is the training length, the dotted one the level of guessing.
+    """
+    columns = min(2, len(config.languages))
+    figure = style.new_figure(style.WIDTH, 3.7 * -(-len(config.languages) // columns))
+    for n, name in enumerate(config.languages, 1):
+        _panel(figure.add_subplot(-(-len(config.languages) // columns), columns, n), name, rows, config)
     figure.supylabel("accuracy")
     return style.png(figure)
 
 
-def _panel(panel: Any, name: str, rows: Sequence[dict[str, Any]], config: TasksConfig) -> None:
-    task = LANGUAGES[name]
-    longest, lengths = config.lengths(task)
+def _panel(panel: Any, name: str, rows: Sequence[dict[str, Any]], config: LanguagesConfig) -> None:
+    language = LANGUAGES[name]
+    longest, lengths = config.lengths(language)
     for n, (label, points) in enumerate(curves(name, rows).items()):
         colour, marker = style.COLOURS[n % len(style.COLOURS)], style.MARKERS[n % len(style.MARKERS)]
         panel.plot(list(points), list(points.values()), color=colour, marker=marker)
         ends.name(panel, label, colour, list(points), list(points.values()))
-    panel.axhline(1 / task.classes, color="#888888", linestyle=":")
+    panel.axhline(1 / language.classes, color="#888888", linestyle=":")
     panel.axvline(longest, color="#888888", linestyle="--")
-    panel.set(title=f"{name} ({task.level})", xlabel="side" if task.level == "grid" else "length", ylim=(0, 1.03))
+    panel.set(
+        title=f"{name} ({language.level})", xlabel="side" if language.level == "grid" else "length", ylim=(0, 1.03)
+    )
     panel.set_xticks(lengths)

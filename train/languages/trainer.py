@@ -1,4 +1,4 @@
-"""Training and testing one scheme on one task."""
+"""Training and testing one scheme on one language."""
 
 import functools
 from typing import Any
@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Int32, Key
 
 from posjax import nn
 from posjax._checks import check
-from posjax.sampling import Sampling
+from posjax.training_positions import Sampling
 from train.config import SchemeConfig
-from train.languages.config import TasksConfig
+from train.languages.config import LanguagesConfig
 from train.languages.generators import PAD, VOCABULARY_SIZE, Example, Language
 from train.model.build import build_scheme
 
@@ -21,14 +21,14 @@ Rule = Sampling | int | None
 """A scheme's rule of positions; or the number of axes, if its features read several; or None for token indices."""
 
 
-def build(entry: SchemeConfig, config: TasksConfig) -> tuple[nn.DecoderConfig, Rule]:
+def build(entry: SchemeConfig, config: LanguagesConfig) -> tuple[nn.DecoderConfig, Rule]:
     """The bidirectional model of an entry, and its rule of positions, taken from the first layer if layers differ."""
     sizes = {name: getattr(config, name) for name in ("num_layers", "model_dim", "num_heads")}
     built = build_scheme(entry, config.num_layers)
     decoder = nn.DecoderConfig(VOCABULARY_SIZE, **sizes, causal=False, scheme=built, implementation="dense")
     first = decoder.layers.schemes[0]
     num_axes = 1 if first.features is None else first.features.num_axes
-    return decoder, first.positions if num_axes == 1 else num_axes
+    return decoder, first.training_positions if num_axes == 1 else num_axes
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -61,20 +61,20 @@ def _leave_out(
     return jnp.sort(jnp.where(kept, ids, jnp.iinfo(jnp.int32).max), axis=1)
 
 
-def draw(task: Language, rule: Rule, key: Key[Array, ""], batch: int, length: int, training: bool):
+def draw(language: Language, rule: Rule, key: Key[Array, ""], batch: int, length: int, training: bool):
     """A batch of examples, in training of all lengths up to the given one, and the positions of their tokens."""
     for_example, for_positions = jax.random.split(key)
-    example = task.sample(for_example, batch, length, training)
+    example = language.sample(for_example, batch, length, training)
     return example, positions_of(rule, for_positions, example, training)
 
 
-def check_fit(task: Language, entry: SchemeConfig, config: TasksConfig) -> None:
+def check_fit(language: Language, entry: SchemeConfig, config: LanguagesConfig) -> None:
     """Raises ValueError for a scheme that cannot be built, or that refuses positions or a length of the examples."""
-    longest, lengths = config.lengths(task)
+    longest, lengths = config.lengths(language)
     decoder, rule = build(entry, config)
     graph, state = nnx.split(nnx.eval_shape(lambda: nn.Decoder(decoder, rngs=nnx.Rngs(0))))
     for length, training in ((longest, True), *((length, False) for length in lengths)):
-        sample = functools.partial(draw, task, rule, batch=config.batch, length=length, training=training)
+        sample = functools.partial(draw, language, rule, batch=config.batch, length=length, training=training)
         batch = jax.eval_shape(sample, jax.random.key(0))
     jax.eval_shape(functools.partial(count, graph), state, *batch)
 
@@ -113,20 +113,20 @@ def count(graph: Any, state: Any, example: Example, where: dict[str, Array]):
     return jnp.sum(right, where=example.weights), jnp.sum(example.weights)
 
 
-def train_and_test(task: Language, entry: SchemeConfig, config: TasksConfig) -> dict[int, float]:
-    """The accuracy of a scheme trained on a task, at each length: the share of all answers that are right."""
-    longest, lengths = config.lengths(task)
+def train_and_test(language: Language, entry: SchemeConfig, config: LanguagesConfig) -> dict[int, float]:
+    """The accuracy of a scheme trained on a language, at each length: the share of all answers that are right."""
+    longest, lengths = config.lengths(language)
     decoder, rule = build(entry, config)
     graph, state = nnx.split(nnx.jit(lambda: nn.Decoder(decoder, rngs=nnx.Rngs(config.seed)))())
     optimizer = make_optimizer(config.learning_rate, config.steps)
     moments = optimizer.init(state)
     for_training, for_tests = jax.random.split(jax.random.key(config.seed))
     for step in range(config.steps):
-        batch = draw(task, rule, jax.random.fold_in(for_training, step), config.batch, longest, True)
+        batch = draw(language, rule, jax.random.fold_in(for_training, step), config.batch, longest, True)
         state, moments = update(graph, optimizer, state, moments, *batch)
     accuracies = {}
     for length in lengths:
         keys = jax.random.split(jax.random.fold_in(for_tests, length), config.test_batches)
-        counts = [count(graph, state, *draw(task, rule, key, config.batch, length, False)) for key in keys]
+        counts = [count(graph, state, *draw(language, rule, key, config.batch, length, False)) for key in keys]
         accuracies[length] = float(sum(right for right, _ in counts) / sum(asked for _, asked in counts))
     return accuracies

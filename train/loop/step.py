@@ -63,7 +63,7 @@ def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: La
     Drawn ids run through a whole row, across its documents, which do not see each other. They are reordered to the
     `layout` of the batch.
     """
-    rule = scheme_of(config).positions
+    rule = scheme_of(config).training_positions
     if rule is None:
         return {}
     return {

@@ -110,7 +110,7 @@ def check_model(config: Config) -> None:
     _check_reach(config)
 
     def forward(key):
-        rule = scheme_of(config).positions
+        rule = scheme_of(config).training_positions
         drawn = {} if rule is None else rule.draw(key, 1, config.train.length)._asdict()
         tokens = jnp.zeros((1, config.train.length), jnp.int32)
         return build_model(config)(tokens, **{name: value for name, value in drawn.items() if value is not None})
@@ -121,14 +121,14 @@ def check_model(config: Config) -> None:
 def check_vocabulary(config: Config) -> None:
     """Raises ValueError for a tokenizer with more tokens than the model's vocabulary."""
     tokenizer = load_tokenizer(config.data)
-    found, needed = config.model.vocabulary, tokenizer.encoded_size
+    found, needed = config.model.vocab_size, tokenizer.encoded_size
     check(
         config.model.causal or tokenizer.mask != tokenizer.eos,
         "model.causal: the tokenizer has no mask token of its own; data.special_tokens=added would work",
     )
     works = f"leave it out, or use at least {needed}"
     works = "they do not belong together" if config.init.path else works
-    check(not found or found >= needed, f"model.vocabulary: the tokenizer has {needed} tokens, found {found}; {works}")
+    check(not found or found >= needed, f"model.vocab_size: the tokenizer has {needed} tokens, found {found}; {works}")
 
 
 def _check_reach(config: Config) -> None:
@@ -149,7 +149,7 @@ def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig
     """
     fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
     fields |= {
-        "vocab_size": fields.pop("vocabulary") or load_tokenizer(config.data).vocabulary_size,
+        "vocab_size": fields["vocab_size"] or load_tokenizer(config.data).vocabulary_size,
         "experts": None if config.model.experts is None else nn.Experts(**vars(config.model.experts)),
         "norm": nn.Norm(**vars(config.model.norm)),
         "residual": nn.Residual(**vars(config.model.residual)),

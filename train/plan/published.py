@@ -23,18 +23,18 @@ from train.config import Config, parse
 from train.model.build import decoder_config
 from train.model.flops import maxtext_flops
 
-_LLAMA_2_7B = {"num_layers": 32, "model_dim": 4096, "num_heads": 32, "mlp_dim": 11008, "vocabulary": 32000}
+_LLAMA_2_7B = {"num_layers": 32, "model_dim": 4096, "num_heads": 32, "mlp_dim": 11008, "vocab_size": 32000}
 _LLAMA_2_70B = {
     "num_layers": 80,
     "model_dim": 8192,
     "num_heads": 64,
     "num_kv_heads": 8,
     "mlp_dim": 28672,
-    "vocabulary": 32000,
+    "vocab_size": 32000,
 }
-_LLAMA_3_8B = {**_LLAMA_2_7B, "num_kv_heads": 8, "mlp_dim": 14336, "vocabulary": 128256}
-_LLAMA_3_70B = {**_LLAMA_2_70B, "vocabulary": 128256}
-_MAXTEXT_32B = {"num_layers": 32, "model_dim": 8192, "num_heads": 64, "mlp_dim": 28672, "vocabulary": 32000}
+_LLAMA_3_8B = {**_LLAMA_2_7B, "num_kv_heads": 8, "mlp_dim": 14336, "vocab_size": 128256}
+_LLAMA_3_70B = {**_LLAMA_2_70B, "vocab_size": 128256}
+_MAXTEXT_32B = {"num_layers": 32, "model_dim": 8192, "num_heads": 64, "mlp_dim": 28672, "vocab_size": 32000}
 _LLAMA_3_405B = {**_LLAMA_3_70B, "num_layers": 126, "model_dim": 16384, "num_heads": 128, "mlp_dim": 53248}
 
 

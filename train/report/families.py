@@ -26,7 +26,7 @@ def family(scheme: Scheme | Layers) -> str:
         BIASES: filled("bias"),
         WINDOWS: filled("mask", "remap"),
         COCA: any(isinstance(layer.features, coca.Coca | coca.PartlyCollinear) for layer in layers),
-        OTHER: filled("scale", "norm", "sinks", "positions"),
+        OTHER: filled("scale", "norm", "sinks", "training_positions"),
         ROTATIONS: filled("features"),
     }
     return next((name for name, is_so in found.items() if is_so), ABSOLUTE)

@@ -23,28 +23,28 @@ from rich.table import Table
 from posjax._checks import check
 from train.runtime.machine import processor, resident_peak_bytes, versions
 from train.runtime.paths import write_file
-from train.workshop.implementations import BACKWARD, FORWARD, IMPLEMENTATIONS, Shape, refuses
+from train.workshop.libraries import BACKWARD, FORWARD, LIBRARIES, Shape, refuses
 from train.workshop.schedule.config import ScheduleConfig
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """The measurements: causal ALiBi attention, batch 1, every implementation at every length in every direction."""
+    """The measurements: causal ALiBi attention, batch 1, every library at every length in every direction."""
 
     name: str = "bench"
     output: str = "runs"
     lengths: tuple[int, ...] = (4096, 8192, 16384)
-    heads: int = 8
+    num_heads: int = 8
     head_dim: int = 64
     dtype: Literal["float32", "bfloat16"] = "float32"
     directions: tuple[Literal["forward", "forward + backward"], ...] = (FORWARD, BACKWARD)
-    implementations: tuple[Literal["posjax", "jax.nn", "torch flex", "torch sdpa"], ...] = tuple(IMPLEMENTATIONS)
+    libraries: tuple[Literal["posjax", "jax.nn", "torch flex", "torch sdpa"], ...] = tuple(LIBRARIES)
     repeats: int = 5
     timeout: int = 600  # seconds for one measurement, compilation included
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # what --schedule compiles
 
     def __post_init__(self):
-        for name in ("lengths", "directions", "implementations"):
+        for name in ("lengths", "directions", "libraries"):
             check(bool(getattr(self, name)), f"{name} is empty: name at least one")
         for name, values in {**vars(self), "lengths": min(self.lengths)}.items():
             check(not isinstance(values, int) or values > 0, f"{name} must be positive, found {values}")
@@ -59,14 +59,14 @@ class BenchConfig:
         """Every shape to measure."""
         for direction in self.directions:
             for length in self.lengths:
-                yield Shape(length, self.heads, self.head_dim, self.dtype, direction)
+                yield Shape(length, self.num_heads, self.head_dim, self.dtype, direction)
 
 
 @dataclass(frozen=True)
 class Timing:
     """The result of one process; `problem` says why there are no numbers."""
 
-    implementation: str
+    library: str
     shape: Shape
     seconds: float | None = None
     peak_bytes: int | None = None
@@ -80,7 +80,7 @@ def bench(config: BenchConfig) -> list[Timing]:
     found = versions(("jax", "jaxlib", "torch"))
     results = []
     for shape in config.shapes:
-        for name in config.implementations:
+        for name in config.libraries:
             console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
             results.append(measure(name, shape, config.repeats, config.timeout))
     lines = [{"machine": processor(), "versions": found}, *map(dataclasses.asdict, results)]
@@ -96,7 +96,7 @@ def measure(name: str, shape: Shape, repeats: int, timeout: int) -> Timing:
     problem = refuses(name, shape)
     if problem:
         return Timing(name, shape, problem=problem)
-    order = json.dumps({"implementation": name, "shape": dataclasses.asdict(shape), "repeats": repeats})
+    order = json.dumps({"library": name, "shape": dataclasses.asdict(shape), "repeats": repeats})
     command = [sys.executable, "-m", "train.workshop.bench", order]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -112,12 +112,14 @@ def measure(name: str, shape: Shape, repeats: int, timeout: int) -> Timing:
 
 
 def table(config: BenchConfig, results: Sequence[Timing]) -> Table:
-    """The measurements: one row for each direction and length, one column for each implementation."""
-    title = f"Causal ALiBi attention, {config.heads} heads x {config.head_dim}, {config.dtype}: seconds, peak memory"
-    grid = Table("direction", "tokens", *config.implementations, title=title)
+    """The measurements: one row for each direction and length, one column for each library."""
+    title = (
+        f"Causal ALiBi attention, {config.num_heads} heads x {config.head_dim}, {config.dtype}: seconds, peak memory"
+    )
+    grid = Table("direction", "tokens", *config.libraries, title=title)
     for shape in config.shapes:
-        row = {result.implementation: _cell(result) for result in results if result.shape == shape}
-        grid.add_row(shape.direction, f"{shape.length:,}", *(row[name] for name in config.implementations))
+        row = {result.library: _cell(result) for result in results if result.shape == shape}
+        grid.add_row(shape.direction, f"{shape.length:,}", *(row[name] for name in config.libraries))
     return grid
 
 
@@ -126,12 +128,12 @@ def _cell(result: Timing) -> str:
 
 
 def _child(order: str) -> None:
-    """Measures one implementation and prints the numbers as the last line."""
+    """Measures one library and prints the numbers as the last line."""
     order = json.loads(order)
     if Path("/proc/self/oom_score_adj").exists():
         # If memory runs out, the system should kill this process, not its parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    run = IMPLEMENTATIONS[order["implementation"]](Shape(**order["shape"]))
+    run = LIBRARIES[order["library"]](Shape(**order["shape"]))
     run()
     times = []
     for _ in range(order["repeats"]):

@@ -414,7 +414,7 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
             {"evaluate": {"lengths": [16, 64], "tokens": 128, "batch_tokens": 128, "stride": 4}},
             "evaluate.stride: a study",
         ),
-        ({"data": {"source": "stdlib", "special_tokens": "added"}}, "model.vocabulary: the tokenizer has 282 tokens"),
+        ({"data": {"source": "stdlib", "special_tokens": "added"}}, "model.vocab_size: the tokenizer has 282 tokens"),
         ({"init": "", "scheme": "rope"}, "0 measures a released model, which must be named, as in init=PATH"),
     ],
 )

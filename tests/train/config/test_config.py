@@ -54,6 +54,13 @@ def test_what_an_earlier_version_saved_has_the_names_of_today():
     )
 
 
+def test_options_and_sizes_that_an_earlier_version_saved():
+    drawn = {"name": "equal-mean"}
+    saved = {"model": {"vocabulary": 300}, "scheme": {"name": "mixed", "axes": 3, "positions": drawn}}
+    scheme = {"name": "mixed", "num_axes": 3, "training_positions": drawn}
+    assert parse_text(yaml.safe_dump(saved), "config.yaml") == parse({"model": {"vocab_size": 300}, "scheme": scheme})
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [("ring", "ring"), (["ring"], "ring"), (["neighbour", "ring"], ("neighbour", "ring"))],

@@ -83,7 +83,7 @@ def test_a_part_of_a_norm_leaves_the_rest_as_the_model_has_it(values, tmp_path):
     [
         ({"model": {"num_layers": 3}}, r"model\.num_layers: 3 contradicts .*tiny, which has 2; leave it out"),
         ({"model": {"norm": {"eps": 1e-6}}}, r"model\.norm: .* contradicts .*tiny"),
-        ({"model": {"vocabulary": 281}}, r"model\.vocabulary: 281 contradicts"),
+        ({"model": {"vocab_size": 281}}, r"model\.vocab_size: 281 contradicts"),
         ({"init": "/nowhere/model"}, r"there is no /nowhere/model/config\.json"),
         ({"init": "/nowhere/model.gguf"}, r"there is no /nowhere/model\.gguf"),
         ({"init": 3}, r"init: expected a path, found 3"),

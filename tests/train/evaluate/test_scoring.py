@@ -167,7 +167,7 @@ NTK = {"name": "dynamic-ntk", "original_length": 16}
 SCHEMES = {
     "dynamic NTK": pj.scheme("rope").extend(frequencies=NTK),
     "coca": pj.scheme("coca-strict"),
-    "drawn": pj.scheme("rope", positions={"name": "randomised", "max_length": 128, "test": "random"}),
+    "drawn": pj.scheme("rope", training_positions={"name": "randomised", "max_length": 128, "test": "random"}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Tasks on strings and grids: every answer against one worked out by hand, positions, and a run from end to end."""
+"""Languages of strings and grids: every answer against one worked out by hand, positions, and a run from end to end."""
 
 import itertools
 import json
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.sampling import Randomised
+from posjax.training_positions import Randomised
 from train.config import SchemeConfig, load, parse
-from train.languages import TasksConfig, run
+from train.languages import LanguagesConfig, run
 from train.languages.generators import COLOUR_COUNT, DIRECTIONS, FIRST, LANGUAGES, PAD, SLOT, VOCABULARY_SIZE
 from train.languages.trainer import build, check_fit, positions_of
 
-CONFIG = Path(__file__).parents[3] / "configs" / "tasks.yaml"
+CONFIG = Path(__file__).parents[3] / "configs" / "languages.yaml"
 KEY = jax.random.key(0)
-STRINGS = [name for name, task in LANGUAGES.items() if task.level != "grid"]
+STRINGS = [name for name, language in LANGUAGES.items() if language.level != "grid"]
 
 
 def walk(steps):
@@ -58,14 +58,14 @@ def decode(example, row):
 @pytest.mark.parametrize("shorter", [False, True])
 @pytest.mark.parametrize("name", STRINGS)
 def test_answers_on_strings(name, shorter):
-    task = LANGUAGES[name]
-    batch = task.sample(KEY, 64, 8, shorter)
-    chex.assert_shape([batch.tokens, batch.targets, batch.weights], (64, task.size(8)))
+    language = LANGUAGES[name]
+    batch = language.sample(KEY, 64, 8, shorter)
+    chex.assert_shape([batch.tokens, batch.targets, batch.weights], (64, language.size(8)))
     chex.assert_type([batch.tokens, batch.targets], jnp.int32)
-    chex.assert_trees_all_equal(batch, task.sample(KEY, 64, 8, shorter))
+    chex.assert_trees_all_equal(batch, language.sample(KEY, 64, 8, shorter))
     rows = [decode(batch, row) for row in range(64)]
     assert all(answer == ANSWERS[name](symbols) for symbols, answer in rows)
-    assert {answer for _, answers in rows for answer in answers} == set(range(task.classes))
+    assert {answer for _, answers in rows for answer in answers} == set(range(language.classes))
     even = name == "missing duplicate"
     lengths = set(range(2 if even else 1, 9, 2 if even else 1)) if shorter else {8}
     assert {len(symbols) for symbols, _ in rows} == lengths
@@ -106,7 +106,7 @@ def test_short_strings_get_ids_of_the_whole_range():
 
 
 def test_grids_stand_on_two_axes_or_three():
-    config = TasksConfig(grid_schemes=(SchemeConfig("axial"),), schemes=(SchemeConfig("rope"),))
+    config = LanguagesConfig(grid_schemes=(SchemeConfig("axial"),), schemes=(SchemeConfig("rope"),))
     batch = LANGUAGES["grid neighbours"].sample(KEY, 2, 3)
     placed = {}
     for entry in (SchemeConfig("axial"), SchemeConfig("mrope", options={"sections": (2, 3, 3)}), SchemeConfig("rope")):
@@ -123,43 +123,43 @@ def test_grids_stand_on_two_axes_or_three():
 
 def test_a_run_learns_and_reports(tmp_path, capsys):
     sizes = {"train_length": 3, "test_lengths": [3, 5], "num_layers": 1, "model_dim": 32, "num_heads": 2}
-    values = {"tasks": ["reverse string"], "schemes": [{"name": "sinusoidal", "label": "waves"}], **sizes}
-    rows = run(parse(values | {"steps": 150, "learning_rate": 2e-2, "output": str(tmp_path)}, TasksConfig))
+    values = {"languages": ["reverse string"], "schemes": [{"name": "sinusoidal", "label": "waves"}], **sizes}
+    rows = run(parse(values | {"steps": 150, "learning_rate": 2e-2, "output": str(tmp_path)}, LanguagesConfig))
     assert [(row["label"], row["length"]) for row in rows] == [("waves", 3), ("waves", 5)]
     assert rows[0]["accuracy"] > 0.75, "guessing gets half of it"
     assert 0.2 < rows[1]["accuracy"] < rows[0]["accuracy"]
     told = capsys.readouterr().out
     assert "reverse string (DCF): accuracy in %, guessing 50, trained up to length 3" in told
     assert f"{100 * rows[0]['accuracy']:.1f}" in told
-    saved = [json.loads(line) for line in (tmp_path / "tasks" / "results.jsonl").read_text().splitlines()]
+    saved = [json.loads(line) for line in (tmp_path / "languages" / "results.jsonl").read_text().splitlines()]
     assert saved == rows
-    assert (tmp_path / "tasks" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "languages" / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tasks": ["even pair"]}, "did you mean 'even pairs'"),
-        ({"tasks": ["parity"], "schemes": []}, "no scheme for 'parity'"),
+        ({"languages": ["even pair"]}, "did you mean 'even pairs'"),
+        ({"languages": ["parity"], "schemes": []}, "no scheme for 'parity'"),
         ({"steps": 0}, "steps must be positive"),
         ({"test_lengths": []}, "test_lengths must all be positive"),
     ],
 )
 def test_mistakes_in_a_config(values, message):
     with pytest.raises(ValueError, match=message):
-        parse({"schemes": ["rope"], "grid_schemes": ["axial"]} | values, TasksConfig)
+        parse({"schemes": ["rope"], "grid_schemes": ["axial"]} | values, LanguagesConfig)
 
 
 def test_ids_must_suffice_before_anything_is_trained():
-    entry = {"name": "rope", "positions": {"name": "randomised", "max_length": 32}}
-    config = parse({"tasks": ["parity"], "schemes": [entry], "test_lengths": [10, 40]}, TasksConfig)
+    entry = {"name": "rope", "training_positions": {"name": "randomised", "max_length": 32}}
+    config = parse({"languages": ["parity"], "schemes": [entry], "test_lengths": [10, 40]}, LanguagesConfig)
     with pytest.raises(ValueError, match="length 41 is above max_length=32"):
         run(config)
 
 
 def test_the_config_of_the_checkout():
-    config = load(CONFIG, ["num_layers=1"], TasksConfig)  # all layers are alike
-    for name in config.tasks:
+    config = load(CONFIG, ["num_layers=1"], LanguagesConfig)  # all layers are alike
+    for name in config.languages:
         for entry in config.entries(LANGUAGES[name]):
             check_fit(LANGUAGES[name], entry, config)
-    assert sum(LANGUAGES[name].level != "grid" for name in config.tasks) >= 3
+    assert sum(LANGUAGES[name].level != "grid" for name in config.languages) >= 3

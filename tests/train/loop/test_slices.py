@@ -133,7 +133,7 @@ def test_a_batch_that_is_whole_is_computed_as_on_one_slice(monkeypatch):
 @pytest.mark.compile
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 def test_gradients_go_between_four_slices_once_a_step():
-    model = {"model_dim": 256, "head_dim": 128, "mlp_dim": 512, "vocabulary": 1024, "compute_dtype": "bfloat16"}
+    model = {"model_dim": 256, "head_dim": 128, "mlp_dim": 512, "vocab_size": 1024, "compute_dtype": "bfloat16"}
     mesh = {"replica": 4, "data": 1, "fsdp": 8}
     config = config_of(model=model | {"remat": "full"}, length=1024, batch_tokens=131072, accumulate=4, mesh=mesh)
     compiled = compile_step(config, pod("v5e:2x4", 4))

@@ -24,7 +24,7 @@ IN_PARTS = {"accumulate": 4, "loss_chunks": 4}
 ROUNDED = 2**-8
 """What rounding to bfloat16 once may change: sums in another order may round to neighbours (gemma3: one in 64 numbers).
 """
-DRAWN = {name for name in NAMES if preset(name).positions is not None}
+DRAWN = {name for name in NAMES if preset(name).training_positions is not None}
 """Those whose rows stand at positions of their own in training, so that equal ones differ."""
 
 

@@ -158,7 +158,7 @@ def test_gates_are_a_third_matrix_and_biases_and_norms_are_none(activation, matr
 
 
 LLAMA = Config(
-    model=ModelConfig(2, 64, num_heads=4, num_kv_heads=2, mlp_dim=128, vocabulary=1000, tied_head=False),
+    model=ModelConfig(2, 64, num_heads=4, num_kv_heads=2, mlp_dim=128, vocab_size=1000, tied_head=False),
     train=TrainConfig(length=32, batch_tokens=128),
 )
 

@@ -141,7 +141,7 @@ def test_fit_tells_what_a_mesh_leaves_whole(tmp_path):
     """A vocabulary of five million, of which a width of 15 over two devices is whole on both."""
     config = parse(
         {
-            "model": {"vocabulary": 5_000_000, "model_dim": 15, "num_heads": 1, "num_layers": 1, "tied_head": True},
+            "model": {"vocab_size": 5_000_000, "model_dim": 15, "num_heads": 1, "num_layers": 1, "tied_head": True},
             "scheme": "nope",
             "train": {"length": 32, "batch_tokens": 64, "mesh": {"data": 1, "fsdp": 2}},
             "output": str(tmp_path),

@@ -12,7 +12,7 @@ from train.plan.compiling import CompiledStep, Memory
 from train.plan.pods import GIB, pod
 
 CONFIG = """
-model: {num_layers: 2, model_dim: 256, num_heads: 4, mlp_dim: 1024, vocabulary: 8192, compute_dtype: bfloat16}
+model: {num_layers: 2, model_dim: 256, num_heads: 4, mlp_dim: 1024, vocab_size: 8192, compute_dtype: bfloat16}
 train: {length: 512, batch_tokens: 4096, mesh: {data: 1, fsdp: 4}}
 """
 PROGRAM = """

@@ -542,7 +542,7 @@ def test_slices_that_a_mesh_cannot_span_are_one_line(slices, reason, tmp_path, c
 
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 TINY = """
-model: {num_layers: 2, model_dim: 256, num_heads: 2, vocabulary: 1024, compute_dtype: bfloat16, remat: full}
+model: {num_layers: 2, model_dim: 256, num_heads: 2, vocab_size: 1024, compute_dtype: bfloat16, remat: full}
 train: {length: 1024, batch_tokens: 8192, mesh: {data: 2, fsdp: 2, tensor: 2}}
 """
 

@@ -21,7 +21,7 @@ from train.plan.sweep import candidates, rough_seconds, sweep
 from train.plan.timeline import Tally
 
 LONG = """
-model: {num_layers: 4, model_dim: 1024, num_heads: 4, num_kv_heads: 2, vocabulary: 32000, compute_dtype: bfloat16}
+model: {num_layers: 4, model_dim: 1024, num_heads: 4, num_kv_heads: 2, vocab_size: 32000, compute_dtype: bfloat16}
 train: {length: 4096, batch_tokens: 16384}
 """
 

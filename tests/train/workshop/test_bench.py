@@ -1,4 +1,4 @@
-"""The bench: implementations compute the same thing, measurements are real, problems are told."""
+"""The bench: libraries compute the same thing, measurements are real, problems are told."""
 
 import io
 import json
@@ -11,7 +11,7 @@ import posjax as pj
 from train.config import load, parse
 from train.workshop import bench as module
 from train.workshop.bench import BenchConfig, Timing, bench, measure, table
-from train.workshop.implementations import BACKWARD, FORWARD, IMPLEMENTATIONS, Shape, refuses
+from train.workshop.libraries import BACKWARD, FORWARD, LIBRARIES, Shape, refuses
 
 SMALL = Shape(64, 2, 8, "float32", FORWARD)
 
@@ -19,7 +19,7 @@ SMALL = Shape(64, 2, 8, "float32", FORWARD)
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_posjax_and_jax_compute_the_same(direction):
     shape = Shape(64, 2, 8, "float32", direction)
-    ours, theirs = (IMPLEMENTATIONS[name](shape)() for name in ("posjax", "jax.nn"))
+    ours, theirs = (LIBRARIES[name](shape)() for name in ("posjax", "jax.nn"))
     ours, theirs = ([ours], [theirs]) if direction == FORWARD else ([ours[0], *ours[1]], [theirs[0], *theirs[1]])
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
@@ -28,7 +28,7 @@ def test_posjax_and_jax_compute_the_same(direction):
 @pytest.mark.parity
 def test_torch_sdpa_computes_the_same():
     torch = pytest.importorskip("torch")
-    theirs = IMPLEMENTATIONS["torch sdpa"](SMALL)()
+    theirs = LIBRARIES["torch sdpa"](SMALL)()
     torch.manual_seed(0)  # the implementation's own inputs, drawn once more
     q, k, v = (torch.randn(1, 2, 64, 8).numpy().swapaxes(1, 2) for _ in range(3))
     ours = pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=pj.masks.Causal())
@@ -63,7 +63,7 @@ def test_the_table_and_the_file_hold_every_measurement(tmp_path, monkeypatch):
         return Timing(name, shape, shape.length / 1000, shape.length * 2**20)
 
     monkeypatch.setattr(module, "measure", fake)
-    config = BenchConfig(output=str(tmp_path), lengths=(16, 2048), implementations=("posjax", "jax.nn"))
+    config = BenchConfig(output=str(tmp_path), lengths=(16, 2048), libraries=("posjax", "jax.nn"))
     results = bench(config)
     assert len(results) == 8
     lines = [json.loads(line) for line in (tmp_path / "bench" / "bench.jsonl").read_text().splitlines()]
@@ -80,8 +80,8 @@ def test_the_config_loads_and_mistakes_are_named():
     for values, message in (
         ({"lengths": [0]}, "lengths must be positive, found 0"),
         ({"lengths": []}, "lengths is empty"),
-        ({"heads": 0}, "heads must be positive, found 0"),
-        ({"implementations": ["posjx"]}, "did you mean 'posjax'"),
+        ({"num_heads": 0}, "num_heads must be positive, found 0"),
+        ({"libraries": ["posjx"]}, "did you mean 'posjax'"),
         ({"legnths": [1]}, "did you mean 'lengths'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -461,9 +461,11 @@ def test_layers_have_a_table_of_their_own(tmp_path, monkeypatch):
 def test_the_config_is_read_and_mistakes_are_named():
     from train.workshop.bench import BenchConfig
 
-    assert load("configs/bench.yaml", ["schedule.heads=8"], BenchConfig).schedule.shape == KernelShape(32768, 8, 128)
+    assert load("configs/bench.yaml", ["schedule.num_heads=8"], BenchConfig).schedule.shape == KernelShape(
+        32768, 8, 128
+    )
     for values, message in (
-        ({"heads": 0}, "schedule.heads must be positive and whole, found 0"),
+        ({"num_heads": 0}, "schedule.num_heads must be positive and whole, found 0"),
         ({"implementations": ["splash"]}, "schedule.implementations: unknown value 'splash'"),
         ({"layers": ["ropes"]}, "schedule.layers: unknown value 'ropes'; did you mean 'rope'"),
         ({"lengths": [0]}, "schedule.lengths must be positive and whole, found 0"),

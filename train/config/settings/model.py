@@ -44,7 +44,7 @@ class ModelConfig:
 
     num_layers: int = 2
     model_dim: int = 96
-    vocabulary: int | None = None  # rows of the embedding; None: the number of the tokenizer's tokens
+    vocab_size: int | None = None  # rows of the embedding; None: the number of the tokenizer's tokens
     num_heads: int = 4
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -73,8 +73,8 @@ class ModelConfig:
 
     def __post_init__(self):
         check_positive("model", self, "num_layers", "model_dim", "num_heads")
-        vocabulary = self.vocabulary
-        check(vocabulary is None or vocabulary > 0, f"model.vocabulary must be positive, found {vocabulary}")
+        size = self.vocab_size
+        check(size is None or size > 0, f"model.vocab_size must be positive, found {size}")
 
 
 @dataclass(frozen=True)

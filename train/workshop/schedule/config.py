@@ -21,7 +21,7 @@ class ScheduleConfig:
     """
 
     length: int = 32768
-    heads: int = 4
+    num_heads: int = 4
     head_dim: int = 128
     implementations: tuple[str, ...] = tuple(SCHEDULED)
     lengths: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class ScheduleConfig:
     timeout: int = 600  # seconds for one compilation
 
     def __post_init__(self):
-        for name in ("length", "heads", "head_dim", "timeout"):
+        for name in ("length", "num_heads", "head_dim", "timeout"):
             check_count(f"schedule.{name}", getattr(self, name))
         for name in ("lengths", "head_dims"):
             for value in getattr(self, name):
@@ -43,7 +43,7 @@ class ScheduleConfig:
     @property
     def shape(self) -> KernelShape:
         """The shape of the attention."""
-        return KernelShape(self.length, self.heads, self.head_dim)
+        return KernelShape(self.length, self.num_heads, self.head_dim)
 
     @property
     def shapes(self) -> Iterator[KernelShape]:
@@ -51,7 +51,7 @@ class ScheduleConfig:
         if self.lengths or self.head_dims:
             for head_dim in self.head_dims or (self.head_dim,):
                 for length in self.lengths or (self.length,):
-                    yield KernelShape(length, self.heads, head_dim)
+                    yield KernelShape(length, self.num_heads, head_dim)
 
 
 @dataclass(frozen=True)

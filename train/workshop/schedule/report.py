@@ -40,7 +40,7 @@ def table(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -> T
     """One chip's measurements: one row for each kernel, and one for their sum if an implementation has several."""
     title = (
         f"{chip}: cycles for 512 x 512 of visited area; causal, bfloat16, "
-        f"{config.heads} heads x {config.head_dim}, {config.length:,} tokens"
+        f"{config.num_heads} heads x {config.head_dim}, {config.length:,} tokens"
     )
     grid = Table(title=title)
     for number, column in enumerate(_COLUMNS):
@@ -55,7 +55,7 @@ def by_shape(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -
     """One chip's measurements at other lengths and head sizes: one row for each kernel and head size, one column for
     each length."""
     lengths = sorted({result.shape.length for result in results})
-    title = f"{chip}: cost, as a multiple of its floor, and blocks; causal, bfloat16, {config.heads} heads"
+    title = f"{chip}: cost, as a multiple of its floor, and blocks; causal, bfloat16, {config.num_heads} heads"
     grid = Table("kernel", "head size", *(f"{length:,} tokens" for length in lengths), title=title)
     for name in dict.fromkeys(result.implementation for result in results):
         for head_dim in sorted({result.shape.head_dim for result in results}):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.sampling import RULES, ClexPositions, EqualMean, PoSE, Randomised, sorted_subset
+from posjax.training_positions import RULES, ClexPositions, EqualMean, PoSE, Randomised, sorted_subset
 
 KEY = jax.random.key(0)
 EXAMPLES = [

@@ -1,6 +1,6 @@
 """ALiBi attention by different libraries, each as a function without arguments that can be timed.
 
-Every implementation takes the length and the shape and returns a call that runs once and waits for the result: the
+Every library takes the length and the shape and returns a call that runs once and waits for the result: the
 forward pass, or forward and backward with respect to q, k and v. All use inputs from the same normal distribution.
 """
 
@@ -128,7 +128,7 @@ def _torch_call(attend, shape: Shape) -> Callable[[], Any]:
     return run
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Any]]] = {
+LIBRARIES: dict[str, Callable[[Shape], Callable[[], Any]]] = {
     "posjax": posjax_blockwise,
     "jax.nn": jax_nn,
     "torch flex": torch_flex,
@@ -137,7 +137,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Any]]] = {
 
 
 def refuses(name: str, shape: Shape) -> str | None:
-    """Why an implementation cannot run a measurement, or None."""
+    """Why a library cannot run a measurement, or None."""
     if name.startswith("torch") and importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     if name == "torch flex" and shape.direction == BACKWARD:
