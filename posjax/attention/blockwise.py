@@ -30,10 +30,10 @@ from posjax.attention.operands import (
     capped,
     decay_factors,
     decayed,
-    gather,
     group_mask,
     like_zeros,
     mix,
+    mix_transposed,
     no_gradient,
     scores,
     statistics_dtype,
@@ -267,11 +267,11 @@ def _backward_tile(
     for n, own in zip(kind.pairs, masks, strict=True):
         q, k = part.pairs[n]
         d = d_scores if own is None else jnp.where(own, d_scores, 0)
-        more_q, more_k = mix(d, k, dtype), gather(q, d, dtype)
+        more_q, more_k = mix(d, k, dtype), mix_transposed(q, d, dtype)
         if x.decay is not None:
             more_q, more_k = decayed(more_q, factors[0]), decayed(more_k, jnp.swapaxes(factors[1], -1, -2))
         d_q[n], d_k[n] = _add_slice(d_q[n], more_q, i, blocks.q, 3), d_k[n] + more_k
-    d_v = found.v + gather(rows.d_out, weights, dtype)
+    d_v = found.v + mix_transposed(rows.d_out, weights, dtype)
     return _TileGradients(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
 
 

@@ -12,9 +12,9 @@ from posjax.attention.operands import (
     capped,
     decay_factors,
     decayed,
-    gather,
     group_mask,
     mix,
+    mix_transposed,
     scores,
     with_bias,
 )
@@ -51,7 +51,7 @@ def dense_gradients(x: Operands, per_query: PerQuery) -> Operands:
     logits, transpose = jax.vjp(_logits, x)
     weights = jnp.exp(logits - per_query.lse[..., None])
     found = transpose(weights * (scores(per_query.d_out, x.v) - per_query.correction[..., None]))[0]
-    d_v = jnp.swapaxes(gather(per_query.d_out, weights, logits.dtype), -1, -2)
+    d_v = jnp.swapaxes(mix_transposed(per_query.d_out, weights, logits.dtype), -1, -2)
     return dataclasses.replace(found, v=d_v.astype(x.v.dtype))
 
 

@@ -305,7 +305,7 @@ def mix(
     return out.reshape(*weights.shape[:-1], v.shape[-1])
 
 
-def gather(
+def mix_transposed(
     x: Float[Array, "batch kv_heads group q size"], weights: Float[Array, "batch kv_heads group q k"], dtype: jnp.dtype
 ) -> Float[Array, "batch kv_heads size k"]:
     """``x^T weights``, summed over the query heads of each key head, in ``dtype``.

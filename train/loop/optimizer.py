@@ -49,7 +49,7 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
         optax.clip_by_global_norm(config.clip_norm), _OPTIMIZERS[config.optimizer](config, axes, decays)
     )
     if config.trainable:
-        chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, labels(config, axes))
+        chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, param_labels(config, axes))
     return scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
 
 
@@ -83,7 +83,7 @@ def _is_schedule(node: Any) -> bool:
     return isinstance(node, optax.ScaleByScheduleState)
 
 
-def labels(config: TrainConfig, axes: Any) -> Any:
+def param_labels(config: TrainConfig, axes: Any) -> Any:
     """For every parameter whether it is trained.
 
     A pattern of ``train.trainable`` matches its path, as in ``stacks/0/0/attention/k`` or ``*/attention/k``.

@@ -18,7 +18,7 @@ from train.config import Config
 from train.data.packing import Batch
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.loop.loss import Losses, token_losses
-from train.loop.optimizer import FROZEN, labels, learning_rate, make_optimizer
+from train.loop.optimizer import FROZEN, learning_rate, make_optimizer
 from train.model.build import build_model, placement, scheme_of
 from train.model.sharding import (
     LENGTH_AXES,
@@ -320,7 +320,7 @@ def _losses_at(parts: Parts, parameters: Any, batch: Batch, where: dict[str, Arr
 
 def _cast(parts: Parts, parameters: Any) -> Any:
     """The parameters as the model uses them: matrices cast before communication, frozen ones without a gradient."""
-    trained = labels(parts.config.train, parts.axes)
+    trained = param_labels(parts.config.train, parts.axes)
     held = jax.tree.map(
         lambda leaf, label: jax.lax.stop_gradient(leaf) if label == FROZEN else leaf, parameters, trained
     )

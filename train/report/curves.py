@@ -27,7 +27,7 @@ _ROOM = 1.5  # range in nats of the figure of training
 _APART = 0.1  # standard deviation of accuracy from which a band would hide the single seeds
 
 
-def draw_positions(rows: Sequence[Row]) -> bytes:
+def draw_by_position(rows: Sequence[Row]) -> bytes:
     """Perplexity of tokens against the number of tokens before them in the window, as a PNG 1800 pixels wide.
 
     A part with several positions is drawn at the middle of its range on the logarithmic axis.

@@ -87,7 +87,7 @@ def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
     placed = [row for row in texts if row["label"] in known]
     if placed:
         caption = _caption(_POSITIONS.format(few=FEW, tokens=FEW_TOKENS), placed)
-        found.append(Picture("positions.png", curves.draw_positions(rows), _POSITIONS_ALT, caption))
+        found.append(Picture("positions.png", curves.draw_by_position(rows), _POSITIONS_ALT, caption))
     learned = [row for mine in tasks(rows).values() if is_above_chance(mine) for row in mine]
     if learned:
         found.append(Picture("tasks.png", curves.draw_tasks(rows), _TASKS_ALT, _caption(_TASKS, learned)))

@@ -11,7 +11,7 @@ from flax import nnx
 from posjax.nn.huggingface.load import named_parameters
 from train.compare.compare import trainings
 from train.config import load
-from train.loop.optimizer import TRAINED, labels
+from train.loop.optimizer import TRAINED, param_labels
 from train.model.build import build_model, check_model, evaluated_scheme
 from train.model.convert import check_continues
 
@@ -94,7 +94,7 @@ def test_recipes_take_the_number_of_layers_of_the_model():
 def moving(config):
     """The last parts of the names of the parameters that a stage trains."""
     parameters = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(build_model(config))))
-    chosen = labels(config.train, parameters)
+    chosen = param_labels(config.train, parameters)
     return {name.rpartition("/")[2] for name, label in named_parameters(chosen) if label == TRAINED}
 
 

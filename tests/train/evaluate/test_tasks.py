@@ -12,7 +12,7 @@ from train.data.tokenizer import ByteTokenizer
 from train.evaluate.tasks import TASKS, Vocabulary, cases, check_tasks, lengths_of
 from train.evaluate.tasks import passkey as passkey_module
 from train.evaluate.tasks.common_words import LIST, common_words
-from train.evaluate.tasks.text import IDLE, compose, drawn, filling, hidden
+from train.evaluate.tasks.text import IDLE, compose, drawn, filling, with_needles
 
 
 class Chunks:
@@ -221,9 +221,9 @@ def test_idle_text_does_not_stop_within_a_sentence():
 def test_needles_of_one_place_keep_their_order():
     idle = [np.arange(10, 14), np.arange(14, 16)]
     needles = [np.array([1]), np.array([2]), np.array([3])]
-    found = np.concatenate(hidden(idle, needles, [0.1, 0.2, 0.9]))
+    found = np.concatenate(with_needles(idle, needles, [0.1, 0.2, 0.9]))
     assert found.tolist() == [1, 2, 10, 11, 12, 13, 14, 15, 3]
-    assert np.concatenate(hidden(idle, needles, [0.6, 1.0, 0.0])).tolist() == [3, 10, 11, 12, 13, 1, 14, 15, 2]
+    assert np.concatenate(with_needles(idle, needles, [0.6, 1.0, 0.0])).tolist() == [3, 10, 11, 12, 13, 1, 14, 15, 2]
 
 
 @pytest.mark.parametrize("size", [1, 5, 29, 30, 31, 400])

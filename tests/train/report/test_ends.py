@@ -55,7 +55,7 @@ def test_no_two_names_of_forty_schemes_meet(drawn):
 def test_no_two_names_meet_by_position_nor_where_three_panels_share_a_row(drawn):
     places = {"position_ends": [8, 16, 32], "position_nll": [2.0, 1.5, 1.4]}
     rows = [{**row, **places} for n in range(8) for row in text(f"a scheme with a long name {n}", (5.0,) * 5)]
-    curves.draw_positions(rows)
+    curves.draw_by_position(rows)
     figure.draw([{**row, "sliding_tokens": 96, "sliding_perplexity": 5.0} for row in rows], *ABOUT)
     for made in drawn:
         check(made)

@@ -77,7 +77,7 @@ class Cell:
         return json.loads(json.dumps(found | text))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """A description in one line."""
         what = f"pass key at depth {self.depth:.2f}" if self.text is None else self.text.name
         return f"{self.entry.label} at {self.length:,}: {what}"

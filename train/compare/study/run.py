@@ -92,7 +92,7 @@ class _Study:
         cells = cells_of(self.config, self.model_digest, entries, self.texts)
         for number, cell in enumerate(cells, start=1):
             if result(cell, self.rows) is None:
-                self._say(f"[{number}/{len(cells)}] {cell.words}: {self._measure(model, cell)}")
+                self._say(f"[{number}/{len(cells)}] {cell.description}: {self._measure(model, cell)}")
                 jax.clear_caches()  # every cell compiles its own program
 
     def current(self) -> list[Mapping[str, Any]]:

@@ -51,7 +51,7 @@ def filling(vocabulary: Vocabulary, sentences: Iterator[str], size: int) -> list
     return [chosen[0][surplus:], *chosen[1:]]
 
 
-def hidden(filling: Sequence[Tokens], needles: Sequence[Tokens], depths: Sequence[float]) -> list[Tokens]:
+def with_needles(filling: Sequence[Tokens], needles: Sequence[Tokens], depths: Sequence[float]) -> list[Tokens]:
     """The filling with every needle inserted at the sentence start nearest to its depth; 0 is the front, 1 the back.
 
     Needles are in order of depth; those at one position keep the given order. A needle at depth x has a share x of the
@@ -88,7 +88,7 @@ def compose(
     fixed = sum(map(len, first)) + sum(map(len, inserted)) + sum(len(tokens) for tokens, _ in last) + room
     if fixed >= length:
         raise too_short(length, fixed + 1)
-    middle = hidden(filling(vocabulary, sentences, length - fixed), inserted, depths)
+    middle = with_needles(filling(vocabulary, sentences, length - fixed), inserted, depths)
     return joined([*((tokens, False) for tokens in (*first, *middle)), *last])
 
 
