@@ -39,7 +39,7 @@ class Drawn(NamedTuple):
     length: Int32[Array, ""] | None = None
 
 
-class Sampling(Protocol):
+class PositionRule(Protocol):
     """The methods of every rule; one that is derived from it needs only ``draw``."""
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
@@ -76,7 +76,7 @@ def _check_rows(batch: int, length: int, at_least: int = 1, max_length: int = LA
 
 
 @dataclass(frozen=True)
-class Randomised(Sampling):
+class Randomised(PositionRule):
     """Ids drawn from 0 .. max_length - 1 without replacement and sorted (Ruoss et al., arXiv 2305.16843, section 3).
 
     The k-th of N ids is k (max_length + 1)/(N + 1) - 1 on average, k = 1 .. N. The paper draws once per batch; here
@@ -113,7 +113,7 @@ class Randomised(Sampling):
 
 
 @dataclass(frozen=True)
-class EqualMean(Sampling):
+class EqualMean(PositionRule):
     """Real-valued grids 0, s, 2s, ... with a random step s of mean 1 for every row (kexue.fm/archives/9444).
 
     The article stretches linspace(0, 1, N) by a random n of mean N, so that the mean grid in training is the start of
@@ -155,7 +155,7 @@ class EqualMean(Sampling):
 
 
 @dataclass(frozen=True)
-class ClexPositions(Sampling):
+class ClexPositions(PositionRule):
     """Ids of a text t times as long as its rows, for training CLEX (Chen et al., arXiv 2310.16450).
 
     Each batch draws one factor t, uniform over 1 .. max_factor. Each row of N tokens draws a sorted subset of
@@ -192,7 +192,7 @@ class ClexPositions(Sampling):
 
 
 @dataclass(frozen=True)
-class PoSE(Sampling):
+class PoSE(PositionRule):
     """Rows cut into chunks whose ids skip ahead at random (Zhu et al., arXiv 2309.10400).
 
     Every row is cut at random into ``chunks`` runs of consecutive ids. Run i is moved ahead by u_i, with u_0 = 0 and

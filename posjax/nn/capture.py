@@ -40,14 +40,14 @@ def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int |
         tokens: int32 ids, one document in each row.
         length: the current length, for schemes that read it; the number of tokens of a row when left out.
     """
-    context = model._context(tokens, None, None, length, None)
-    x = model._embed(tokens, context)
+    inputs = model._layer_inputs(tokens, None, None, length, None)
+    x = model._embed(tokens, inputs)
     for stack, (schemes, repeats) in zip(model.stacks, model.config.layers.patterns, strict=True):
         graph, state = nnx.split(stack)
-        where = {"graph": graph, "schemes": schemes, "length": context.length}
-        shared = [context.shared.get(scheme, {}) for scheme in schemes]
+        where = {"graph": graph, "schemes": schemes, "length": inputs.length}
+        shared = [inputs.shared.get(scheme, {}) for scheme in schemes]
         for n in range(repeats):
-            x, found = _run_period(jax.tree.map(lambda leaf, n=n: leaf[n], state), x, context.visible, shared, **where)
+            x, found = _run_period(jax.tree.map(lambda leaf, n=n: leaf[n], state), x, inputs.visible, shared, **where)
             for scheme, given in zip(schemes, found, strict=True):
                 yield Layer(scheme, *given, model.config.logit_options)
 
@@ -55,18 +55,18 @@ def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int |
 @partial(jax.jit, static_argnames=("graph", "schemes", "length"))
 def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[Array, list[tuple]]:
     """The output of the blocks of one period, and the inputs of their attentions."""
-    context = LayerInputs(Range(0, x.shape[1]), None, visible, length, dict(zip(schemes, shared, strict=True)))
+    inputs = LayerInputs(Range(0, x.shape[1]), None, visible, length, dict(zip(schemes, shared, strict=True)))
     found = []
     for block in nnx.merge(graph, state):
-        found.append(_given(block, x, context))
-        x = block(x, context)
+        found.append(_given(block, x, inputs))
+        x = block(x, inputs)
     return x, found
 
 
-def _given(block: Block, x: Array, context: LayerInputs) -> tuple:
+def _given(block: Block, x: Array, inputs: LayerInputs) -> tuple:
     attention, x = block.attention, block.attention_input(x)
     scheme = attention.scheme
-    params = plain(attention.learned) | context.shared.get(scheme, {})
+    params = plain(attention.learned) | inputs.shared.get(scheme, {})
     q, k, _ = attention._project(x)
     if scheme.norm is not None:
         q, k = scheme.norm.apply(params.get("norm", {}), q, k)

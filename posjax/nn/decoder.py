@@ -133,10 +133,10 @@ class Decoder(nnx.Module):
         """
         _check_shapes(tokens, positions, segment_ids, coordinates)
         check_length(length)
-        context = self._context(tokens, positions, segment_ids, length, coordinates)
-        x = self._embed(tokens, context)
+        inputs = self._layer_inputs(tokens, positions, segment_ids, length, coordinates)
+        x = self._embed(tokens, inputs)
         for stack in self.stacks:
-            x = self._run(stack, x, context)
+            x = self._run(stack, x, inputs)
         return self.norm(x)
 
     def logits(self, hidden: Float[Array, "*b embed"]) -> Float[Array, "*b vocab"]:
@@ -218,10 +218,10 @@ class Decoder(nnx.Module):
         seen = cache.used[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)
         index = jnp.where(valid, seen - 1, 0)
         where = index if positions is None else jnp.broadcast_to(positions, tokens.shape)
-        context = LayerInputs(where, None, index + 1, length, self._shared(), coordinates, valid)
-        x, stacks = self._embed(tokens, context), []
+        inputs = LayerInputs(where, None, index + 1, length, self._shared(), coordinates, valid)
+        x, stacks = self._embed(tokens, inputs), []
         for stack, caches in zip(self.stacks, cache.stacks, strict=True):
-            x, caches = self._run_decode(stack, caches, x, context)
+            x, caches = self._run_decode(stack, caches, x, inputs)
             stacks.append(caches)
         fits = seen[:, -1] <= cache.capacity
         logits = jnp.where(fits[:, None, None], self.logits(self.norm(x)), jnp.nan)
@@ -241,7 +241,7 @@ class Decoder(nnx.Module):
         check(shapes[0] == shapes[1], why)
         return nnx.merge(graph, state)
 
-    def _context(self, tokens, positions, segment_ids, length, coordinates) -> LayerInputs:
+    def _layer_inputs(self, tokens, positions, segment_ids, length, coordinates) -> LayerInputs:
         (rows, columns), layout = tokens.shape, self.config.placement.layout
         if positions is not None and not isinstance(positions, Range) and jnp.ndim(positions) == 2:
             positions = jnp.broadcast_to(positions, (rows, columns))
@@ -273,10 +273,10 @@ class Decoder(nnx.Module):
             shared |= {scheme: plain(params) for scheme in self.config.layers.schemes if scheme.bias == spec.bias}
         return shared
 
-    def _embed(self, tokens, context: LayerInputs):
+    def _embed(self, tokens, inputs: LayerInputs):
         """The embeddings of tokens and positions."""
         learned = plain(self.embedding).get("embedding", {})
-        where = context.positions, context.coordinates
+        where = inputs.positions, inputs.coordinates
         x = on_auto_axes(self._embedded, self.embed[...], learned, tokens, *where, like=explicit_spec(tokens))
         x = placed(x, self.config.placement)
         return x if self.embedding_norm is None else self.embedding_norm(x)
@@ -291,13 +291,13 @@ class Decoder(nnx.Module):
             x = x + spec.embed(learned, where, self.config.model_dim)
         return x.astype(self.config.dtype)
 
-    def _run(self, stack: nnx.List, x, context: LayerInputs):
+    def _run(self, stack: nnx.List, x, inputs: LayerInputs):
         """The blocks of one pattern, repeated: a scan over its repeats, or the same in a Python loop."""
         graph, state = nnx.split(stack)
 
         def period(x, layer):
             for block in nnx.merge(graph, layer):
-                x = placed(block(x, context), self.config.placement)
+                x = placed(block(x, inputs), self.config.placement)
             return x, None
 
         if self.config.remat != "none":
@@ -308,7 +308,7 @@ class Decoder(nnx.Module):
             x, _ = period(x, jax.tree.map(lambda leaf, n=n: leaf[n], state))
         return x
 
-    def _run_decode(self, stack: nnx.List, caches: tuple, x, context: LayerInputs):
+    def _run_decode(self, stack: nnx.List, caches: tuple, x, inputs: LayerInputs):
         """The blocks of one pattern on new tokens: a scan over its repeats, with their caches."""
         graph, state = nnx.split(stack)
 
@@ -316,7 +316,7 @@ class Decoder(nnx.Module):
             parameters, caches = layer
             after = []
             for block, cache in zip(nnx.merge(graph, parameters), caches, strict=True):
-                x, cache = block.decode(x, cache, context)
+                x, cache = block.decode(x, cache, inputs)
                 after.append(cache)
             return x, tuple(after)
 

@@ -131,12 +131,12 @@ class Attention(nnx.Module):
         return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
 
     def decode(
-        self, x: Float[Array, "batch tokens embed"], cache: Any, context: LayerInputs
+        self, x: Float[Array, "batch tokens embed"], cache: Any, inputs: LayerInputs
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """Attention of new tokens over a cache, and the cache with the new tokens; see ``Scheme.decode``."""
-        settings = {"index": context.visible - 1, "valid": context.valid, "positions": context.positions}
-        settings |= {"coordinates": context.coordinates, "length": context.length}
-        settings |= {"shared": context.shared.get(self.scheme, {})}
+        settings = {"index": inputs.visible - 1, "valid": inputs.valid, "positions": inputs.positions}
+        settings |= {"coordinates": inputs.coordinates, "length": inputs.length}
+        settings |= {"shared": inputs.shared.get(self.scheme, {})}
         decoded = partial(Attention._decoded, partition=self._partition(x))
         return on_any_mesh(
             decoded, self, x, cache, settings, like=(explicit_spec(x), jax.tree.map(explicit_spec, cache))
@@ -208,27 +208,27 @@ class Block(nnx.Module):
         self.mlp_after = norm() if after else None
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], context: LayerInputs
+        self, x: Float[Array, "batch length embed"], inputs: LayerInputs
     ) -> Float[Array, "batch length embed"]:
-        """One layer; ``context`` is the same for all."""
+        """One layer; ``inputs`` is the same for all."""
         normed = self.attention_input(x)
         found = self.attention(
             normed,
-            positions=context.positions,
-            mask=context.mask,
-            visible=context.visible,
-            length=context.length,
-            coordinates=context.coordinates,
-            shared=context.shared.get(self.attention.scheme, {}),
+            positions=inputs.positions,
+            mask=inputs.mask,
+            visible=inputs.visible,
+            length=inputs.length,
+            coordinates=inputs.coordinates,
+            shared=inputs.shared.get(self.attention.scheme, {}),
         )
         return self._joined(x, normed, found)
 
     def decode(
-        self, x: Float[Array, "batch tokens embed"], cache: Any, context: LayerInputs
+        self, x: Float[Array, "batch tokens embed"], cache: Any, inputs: LayerInputs
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """One layer on new tokens, and its cache with the new tokens."""
         normed = self.attention_input(x)
-        found, cache = self.attention.decode(normed, cache, context)
+        found, cache = self.attention.decode(normed, cache, inputs)
         return self._joined(x, normed, found), cache
 
     def attention_input(self, x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch tokens embed"]:

@@ -61,8 +61,9 @@ class Axial(SeveralAxes):
 
     order: the coordinate each block reads; its length is the number of axes. ``(1, 0)`` puts x first when coordinates
         are (row, column).
-    split: the frequencies of the m = w / (2 axes) pairs of a block. ``"repeated"``: the same in every block,
-        base^(-t/m). ``"strided"``: block a takes every axes-th frequency of a 1-D rule, base^(-2 (a + axes t) / w).
+    split: the frequencies of the m = w / (2 num_axes) pairs of a block. ``"repeated"``: the same in every block,
+        base^(-t/m). ``"strided"``: block a takes every num_axes-th frequency of a 1-D rule,
+        base^(-2 (a + num_axes t) / w).
     offset: added to every coordinate. unit: radians by which a coordinate of 1 rotates the first pair of a block.
 
     Raises ValueError for an order that does not name every axis once, and a width that the blocks cannot share evenly.
@@ -88,7 +89,7 @@ class Axial(SeveralAxes):
         return len(self.order)
 
     def rotary_dim(self, head_dim: int | None = None) -> int:
-        """w, which ``2 axes`` must divide."""
+        """w, which ``2 num_axes`` must divide."""
         width = super().rotary_dim(head_dim)
         check(
             width % (2 * self.num_axes) == 0,
@@ -252,7 +253,7 @@ class MRoPE(_OneDimensional):
 
 @dataclass(frozen=True)
 class RoPETie(_OneDimensional):
-    """RoPE-Tie (kexue.fm 10040): pair t rotates with coordinate t mod axes, at the frequency it has in one dimension.
+    """RoPE-Tie (kexue.fm 10040): pair t rotates with coordinate t mod num_axes, at its frequency in one dimension.
 
     Text at (n, n) is exactly 1-D RoPE, so a language model computes the same as before;
     :func:`posjax.rotary.tie_positions` places images.

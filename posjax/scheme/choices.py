@@ -26,7 +26,7 @@ class Choices:
     remap: slots.RemapSlot | None = None
     sinks: slots.SinkSlot | None = None
     linear: slots.LinearSlot | None = None
-    training_positions: slots.Sampling | None = None
+    training_positions: slots.PositionRule | None = None
 
     @property
     def maps(self) -> slots.FeatureSlot:

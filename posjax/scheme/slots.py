@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from posjax.bias import Bias
 from posjax.masks import Mask
 from posjax.positions import Positions
-from posjax.training_positions import Sampling
+from posjax.training_positions import PositionRule
 
 SlotParams = Mapping[str, Array] | None
 
@@ -162,7 +162,7 @@ PROTOCOLS: dict[str, type] = {
     "remap": RemapSlot,
     "sinks": SinkSlot,
     "linear": LinearSlot,
-    "training_positions": Sampling,
+    "training_positions": PositionRule,
 }
 
 

@@ -207,4 +207,4 @@ def _context(module, x):
     if module is nn.Attention:
         return ()
     counted = np.arange(1, x.shape[1] + 1)
-    return (nn.modules.Context(positions=None, mask=None, visible=counted, length=x.shape[1], shared={}),)
+    return (nn.modules.LayerInputs(positions=None, mask=None, visible=counted, length=x.shape[1], shared={}),)

@@ -183,7 +183,7 @@ def test_what_a_stage_trained_is_used_as_it_was_trained(values, capsys, monkeypa
     config = with_changes(values, name="longer", stages=[{"name": "short"}, longer], data=data)
     fit(config, progress="longer")
     options = '{"frequencies": {"factor": 4.0, "original_length": 32, "name": "yarn"}}'
-    assert f"scheme of stage long: the released one, with {options}" in capsys.readouterr().out
+    assert f"stage long: the released scheme, with {options}" in capsys.readouterr().out
     trained = restore_model(config.directory)[1].config.scheme.features.frequencies
     assert trained.factor == 4.0
     used = []

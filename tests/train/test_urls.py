@@ -28,7 +28,7 @@ PI = {"frequencies": {"name": "linear", "factor": 2.0}}
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with text, a config of a run and one of tasks; both write into the store."""
+    """A folder with text, a config of a run and one of languages; both write into the store."""
     (tmp_path / "text").mkdir()
     for number in range(8):
         (tmp_path / "text" / f"{number}.txt").write_text(f"the {number}th of the texts, not the longest of them. " * 30)
@@ -113,7 +113,7 @@ def test_every_command_reads_and_writes_in_an_object_store(folder, monkeypatch):
         assert bucket.names("runs/released") == page | {"evaluation.jsonl", "model.txt"}
         assert bucket.names("runs/both") >= page | {"results.jsonl", "config.yaml", "rope-seed0/results.jsonl"}
         assert bucket.names("runs/study") == {"index.html", "figure.png", "results.jsonl", "config.yaml"}
-        assert bucket.names("runs/tasks") == {"figure.png", "results.jsonl"}
+        assert bucket.names("runs/languages") == {"figure.png", "results.jsonl"}
         assert [row["error"] for row in bucket.rows("runs/study/results.jsonl")] == [None] * 3
         assert bucket.names("exported") == {"config.json", "model.safetensors"}
         evaluated = bucket.rows("runs/mine/evaluation.jsonl")

@@ -61,9 +61,8 @@ def compare(config: Config, console: Console | None = None) -> Path:
     _refuse_other_things(config.directory)
     if not config.compare.sweep.learning_rate:
         _refuse_others([training for group in planned for training in group])
-    held_out = evaluation_documents(
-        replace(config, output=str(config.directory))
-    )  # encoded here once, for all trainings
+    # Encoded here once, for all trainings.
+    held_out = evaluation_documents(replace(config, output=str(config.directory)))
     if config.compare.sweep.learning_rate:
         evaluation_documents(config, trials=True)
     config.directory.mkdir(parents=True, exist_ok=True)

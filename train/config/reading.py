@@ -18,14 +18,12 @@ from train.config.settings.checks import check
 from train.config.typed import plain, section
 from train.runtime.paths import path
 
-_RENAMED = {
-    "far": "remap",
-    "trains": "trainable",
-    "axes": "num_axes",
-    "vocabulary": "vocab_size",
-    "positions": "training_positions",
-}
+_RENAMED = {"far": "remap", "trains": "trainable"}
 """Keys that earlier versions saved, and their names now."""
+_WITH_AXES = ("mixed", "rope-tie")
+"""Methods whose option ``num_axes`` was ``axes``."""
+_WITH_SLOTS = ("scheme", "schemes", "extend")
+"""Sections with slots of a scheme, of which ``training_positions`` was ``positions``."""
 
 
 def load(location: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
@@ -67,12 +65,26 @@ def parse_saved(values: Mapping[str, Any], kind: type = Config) -> Any:
     return parse(migrated(values), kind)
 
 
-def migrated(saved: Any) -> Any:
-    """What an earlier version saved, with the names of today."""
-    if isinstance(saved, dict):
-        found = {_RENAMED.get(key, key): migrated(value) for key, value in saved.items()}
-        return _with_first_tokens(found)
-    return [migrated(value) for value in saved] if isinstance(saved, list) else saved
+def migrated(saved: Any, section: str = "") -> Any:
+    """What an earlier version saved under the key `section`, with the names of today.
+
+    Options of own methods keep their names, and so do the values of a released model's ``config.json``.
+    """
+    if isinstance(saved, list):
+        return [migrated(value, section) for value in saved]
+    if not isinstance(saved, dict) or section == "values":
+        return saved
+    names = _RENAMED | _names_of_section(saved, section)
+    return _with_first_tokens({names.get(key, key): migrated(value, key) for key, value in saved.items()})
+
+
+def _names_of_section(saved: dict[str, Any], section: str) -> dict[str, str]:
+    names = {"vocabulary": "vocab_size"} if section == "model" else {}
+    if saved.get("name") in _WITH_AXES:
+        names["axes"] = "num_axes"
+    if section in _WITH_SLOTS and isinstance(saved.get("positions"), dict):
+        names["positions"] = "training_positions"
+    return names
 
 
 def _with_first_tokens(spec: dict[str, Any]) -> dict[str, Any]:

@@ -38,9 +38,9 @@ class Corpus:
         """How many tokens the documents have."""
         return self.index.tokens
 
-    def select(self, choice: Filter) -> "Corpus":
+    def select(self, keeps: Filter) -> "Corpus":
         """Some of all documents."""
-        index = self.index.select(choice)
+        index = self.index.select(keeps)
         return replace(self, index=index, digest=digest_of([self.digest], index))
 
     def read(self, starts: Int64[np.ndarray, "runs"], sizes: Int64[np.ndarray, "runs"]) -> list[np.ndarray]:
@@ -88,11 +88,11 @@ class HeldOutText:
         return self.read(np.cumsum(sizes) - sizes, sizes)
 
 
-def sample(corpora: Sequence[Corpus], choices: Sequence[Filter]) -> HeldOutText:
+def sample(corpora: Sequence[Corpus], filters: Sequence[Filter]) -> HeldOutText:
     """The chosen documents of each corpus."""
     owners, offsets, sizes = [], [], []
-    for owner, (corpus, choice) in enumerate(zip(corpora, choices, strict=True)):
-        for run in corpus.index.select(choice).runs():
+    for owner, (corpus, keeps) in enumerate(zip(corpora, filters, strict=True)):
+        for run in corpus.index.select(keeps).runs():
             owners.append(np.full(len(run.sizes), owner))
             offsets.append(run.starts)
             sizes.append(run.sizes)

@@ -38,16 +38,16 @@ class Documents(NamedTuple):
 class Index:
     """Documents by number, in the order of their tokens in the corpus; at least one.
 
-    `sizes` and `hashes` have all of them; `choice` says which are chosen.
+    `sizes` and `hashes` have all of them; `keeps` says which are chosen.
     """
 
     sizes: Int64[np.ndarray, "documents"]
     hashes: UInt64[np.ndarray, "documents"]
-    choice: Filter = readable
+    keeps: Filter = readable
 
-    def select(self, choice: Filter) -> "Index":
+    def select(self, keeps: Filter) -> "Index":
         """The same documents, with another choice of them."""
-        return replace(self, choice=choice)
+        return replace(self, keeps=keeps)
 
     @property
     def tokens(self) -> int:
@@ -80,7 +80,7 @@ class Index:
         counts = np.minimum(BLOCK, len(self.sizes) - blocks * BLOCK)
         numbers = ranges(blocks * BLOCK, counts)
         sizes = np.asarray(self.sizes[numbers])
-        chosen = self.choice(numbers, self.hashes[numbers])
+        chosen = self.keeps(numbers, self.hashes[numbers])
         own = np.where(chosen, sizes, 0)
         starts = _running(sizes, counts, self._offsets[blocks])
         ends = _running(own, counts, self.stream[blocks]) + own
@@ -92,7 +92,7 @@ class Index:
         return (slice(first, min(first + size, len(self.sizes))) for first in range(0, len(self.sizes), size))
 
     def _chosen(self, part: slice) -> Bool[np.ndarray, "n"]:
-        return self.choice(np.arange(part.start, part.stop), self.hashes[part])
+        return self.keeps(np.arange(part.start, part.stop), self.hashes[part])
 
     def _before(self, of: Callable[[slice], Int64[np.ndarray, "n"]]) -> Int64[np.ndarray, "blocks+1"]:
         sums = [np.add.reduceat(of(part), np.arange(0, part.stop - part.start, BLOCK)) for part in self._parts()]

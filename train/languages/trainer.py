@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, Int32, Key
 
 from posjax import nn
 from posjax._checks import check
-from posjax.training_positions import Sampling
+from posjax.training_positions import PositionRule
 from train.config import SchemeConfig
 from train.languages.config import LanguagesConfig
 from train.languages.generators import PAD, VOCABULARY_SIZE, Example, Language
 from train.model.build import build_scheme
 
-Rule = Sampling | int | None
+Rule = PositionRule | int | None
 """A scheme's rule of positions; or the number of axes, if its features read several; or None for token indices."""
 
 

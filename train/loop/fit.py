@@ -173,8 +173,10 @@ def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
     for number, stage in enumerate(config.every_stage):
         try:
             built.append(_build(stage, built[-1][0] if built else None))
-            if stage.scheme.name == RELEASED and (changes := trained_changes(stage, stage.scheme)):
-                log(f"scheme of stage {config.stage_names[number]}: the released one, with {json.dumps(changes)}")
+            if stage.scheme.name == RELEASED and stage.scheme.options:
+                changes = trained_changes(stage, stage.scheme)
+                what = f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
+                log(f"{f'stage {config.stage_names[number]}: ' * bool(config.stages)}the released scheme, {what}")
             if whole := replicated_parameters(stage, built[-1][1]):
                 log(f"warning: {whole}")
         except ValueError as error:

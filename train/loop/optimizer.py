@@ -64,7 +64,7 @@ def scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.Gradi
 
 
 def factors(config: TrainConfig, axes: Any) -> Any:
-    """For every parameter the product of the factors whose patterns match it, as in `labels`; 1 if none does."""
+    """For every parameter the product of the factors whose patterns match it, as in `param_labels`; 1 if none does."""
     names = _names(axes)
     _check_patterns("train.learning_rate_factors", config.learning_rate_factors, names)
     found = [

@@ -18,7 +18,7 @@ from train.config import Config
 from train.data.packing import Batch
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.loop.loss import Losses, token_losses
-from train.loop.optimizer import FROZEN, learning_rate, make_optimizer
+from train.loop.optimizer import FROZEN, learning_rate, make_optimizer, param_labels
 from train.model.build import build_model, placement, scheme_of
 from train.model.sharding import (
     LENGTH_AXES,

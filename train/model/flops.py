@@ -24,10 +24,10 @@ END = np.iinfo(np.int64).max // 4
 """A position after the end of any sequence."""
 
 _BLOCK = 2**22
-"""The number of run ends processed together, which bounds the memory for a mask of many runs."""
+"""The number of ends of intervals processed together, which bounds the memory for a mask of many intervals."""
 
 Intervals = list[tuple[np.ndarray, np.ndarray]]
-"""For each of some positions, runs of other positions, ``low <= j < high``, which may overlap or be empty."""
+"""For each of some positions, intervals of others, ``low <= j < high``, which may overlap or be empty."""
 
 
 class Flops(NamedTuple):
@@ -230,12 +230,12 @@ def _by_distance(limits: tuple[int, int | None], unit: int, at: np.ndarray, keys
     return (here + least) * unit, (END if most is None else (here + most + 1) * unit)
 
 
-def _count(runs: Intervals, stop: np.ndarray) -> np.ndarray:
-    """How many positions of ``[0, stop)`` are in at least one of the runs, for every position."""
-    if len(runs) == 1:
-        (low, high) = runs[0]
+def _count(intervals: Intervals, stop: np.ndarray) -> np.ndarray:
+    """How many positions of ``[0, stop)`` are in at least one of the intervals, for every position."""
+    if len(intervals) == 1:
+        (low, high) = intervals[0]
         return np.maximum(np.minimum(high, stop) - np.maximum(low, 0), 0)
-    low, high = (np.clip(np.stack(ends), 0, stop) for ends in zip(*runs, strict=True))
+    low, high = (np.clip(np.stack(ends), 0, stop) for ends in zip(*intervals, strict=True))
     order = np.argsort(low, axis=0)
     low, high = (np.take_along_axis(ends, order, axis=0) for ends in (low, high))
     reached = np.maximum.accumulate(high, axis=0)

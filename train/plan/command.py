@@ -58,29 +58,29 @@ class StepOptions:
         return cls(*named, parse_blocks(blocks) if blocks else None, flags, evaluate)
 
 
-def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, steps: StepOptions | None = None) -> None:
+def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, options: StepOptions | None = None) -> None:
     """Plans every stage of a config on slices of a pod, or compiles `sweep` candidates for running it there and ranks
     them.
 
-    `steps` says which kept steps are compared with ours, and how ours is compiled and kept. Raises ValueError for a pod
-    that does not exist, a config that does not fit it, or a folder without a step.
+    `options` says which kept steps are compared with ours, and how ours is compiled and kept. Raises ValueError for a
+    pod that does not exist, a config that does not fit it, or a folder without a step.
     """
-    steps = steps or StepOptions()
+    options = options or StepOptions()
     check(sweep >= 0, f"--sweep: expected the number of ways to compile, found {sweep}")
     on, console = pod(topology, slices), Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
-    if steps.evaluate:
+    if options.evaluate:
         check(not sweep, "--sweep ranks ways to train, not evaluations; leave out --sweep or --evaluate")
-        report.show(plan_evaluation(config, on, flags=steps.flags), console)
+        report.show(plan_evaluation(config, on, flags=options.flags), console)
         return
-    if steps.against or steps.keep:
+    if options.against or options.keep:
         _check_alone(config, sweep)
-        _compare(config, on, steps, console)
+        _compare(config, on, options, console)
         return
     for name, stage in zip(config.stage_names, config.every_stage, strict=True):
         if len(config.stage_names) > 1:
             console.rule(name)
-        _plan_stage(stage, on, sweep, console, steps.flags)
+        _plan_stage(stage, on, sweep, console, options.flags)
 
 
 def _plan_stage(config: Config, on: Pod, sweep: int, console: Console, flags: str | None) -> None:
@@ -100,16 +100,16 @@ def _check_alone(config: Config, sweep: int) -> None:
     )
 
 
-def _compare(config: Config, on: Pod, steps: StepOptions, console: Console) -> None:
+def _compare(config: Config, on: Pod, options: StepOptions, console: Console) -> None:
     """Compiles our step, unless several kept steps are compared, keeps it if asked, and prints all of them."""
     (stage,) = config.every_stage
-    theirs = [kept.read(folder, on) for folder in steps.against]
-    readings = [_reading(stage, on, one, steps.blocks) for one in theirs]
+    theirs = [kept.read(folder, on) for folder in options.against]
+    readings = [_reading(stage, on, one, options.blocks) for one in theirs]
     if len(theirs) < 2:
         check_split(stage, on)
-        ours = compile_step(stage, on, flags=steps.flags)
-        if steps.keep:
-            kept.keep(steps.keep, ours, stage.train.batch_tokens)
+        ours = compile_step(stage, on, flags=options.flags)
+        if options.keep:
+            kept.keep(options.keep, ours, stage.train.batch_tokens)
         if not theirs:
             report.show(plan_of(stage, on, ours), console)
             return

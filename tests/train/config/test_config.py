@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from train.config import Config, SchemeConfig, differences, dump, load, parse, parse_text, to_dict
+from train.config import Config, SchemeConfig, differences, dump, load, migrated, parse, parse_text, to_dict
 
 FULL = {
     "name": "small",
@@ -59,6 +59,15 @@ def test_options_and_sizes_that_an_earlier_version_saved():
     saved = {"model": {"vocabulary": 300}, "scheme": {"name": "mixed", "axes": 3, "positions": drawn}}
     scheme = {"name": "mixed", "num_axes": 3, "training_positions": drawn}
     assert parse_text(yaml.safe_dump(saved), "config.yaml") == parse({"model": {"vocab_size": 300}, "scheme": scheme})
+    own = {"name": "mine", "positions": 4, "axes": 2, "vocabulary": 3}
+    saved = {
+        "init": {"values": {"vocabulary": 3, "far": 1}},
+        "scheme": own | {"mask": own},
+        "compare": {"schemes": [own]},
+    }
+    assert migrated(saved) == saved, "options of own methods, and values of a released model"
+    row = {"label": "drawn", "extend": {"positions": drawn, "mask": own}}
+    assert migrated(row)["extend"] == {"training_positions": drawn, "mask": own}
 
 
 @pytest.mark.parametrize(
