@@ -31,7 +31,7 @@ from train.data.tokenizer import load_tokenizer
 from train.evaluate import saved
 from train.evaluate.saved import evaluate, evaluation_documents, read_rows
 from train.evaluate.windows import full_pieces, last_windows
-from train.loop.fit import fit, initial_parameters
+from train.loop.fit import fit, initial_parameters, prepare
 from train.model.extension import completed
 from train.model.mesh import make_mesh
 
@@ -199,6 +199,12 @@ def test_what_a_stage_trained_is_used_as_it_was_trained(values, capsys, monkeypa
     given = "scheme.extend={frequencies: {name: linear, factor: 3.0}}"
     assert cli.main(["generate", str(config.directory), "--prompt", "The cat", "--tokens", "1", given]) == 2
     assert "'linear' would replace the model's own YaRN" in capsys.readouterr().err
+
+
+def test_a_change_without_effect_at_the_training_length_is_named(values):
+    lines = []
+    prepare(with_changes(values, scheme={"name": "released", "frequencies": {"name": "yarn"}}), lines.append)
+    assert lines == ["the released scheme, unchanged up to the model's own length"]
 
 
 def test_rope_becomes_coca_before_the_first_update(released, values):

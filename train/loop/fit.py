@@ -5,6 +5,7 @@ import json
 import math
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,9 +175,8 @@ def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
         try:
             built.append(_build(stage, built[-1][0] if built else None))
             if stage.scheme.name == RELEASED and stage.scheme.options:
-                changes = trained_changes(stage, stage.scheme)
-                what = f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
-                log(f"{f'stage {config.stage_names[number]}: ' * bool(config.stages)}the released scheme, {what}")
+                which = f"stage {config.stage_names[number]}: " if config.stages else ""
+                log(f"{which}the released scheme, {_in_words(trained_changes(stage, stage.scheme))}")
             if whole := replicated_parameters(stage, built[-1][1]):
                 log(f"warning: {whole}")
         except ValueError as error:
@@ -188,6 +188,10 @@ def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
         Stage(number, first, own, mesh, program, placement(own, mesh).layout, training_rows(own, log), _held_out(own))
         for number, (first, (own, mesh, program)) in enumerate(zip(firsts, built, strict=False))
     ]
+
+
+def _in_words(changes: Mapping[str, Any]) -> str:
+    return f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
 
 
 def _held_out(config: Config) -> Any:
