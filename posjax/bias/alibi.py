@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_positive, take
+from posjax._checks import check, check_choice, check_count, check_positive, shown, take
 from posjax._numbers import widened
 from posjax._slots import with_head_axis
 from posjax.bias.base import Bias, BiasSpec, distance, heads_first
@@ -122,6 +122,10 @@ class ALiBi(BiasSpec):
     ladder: int | None = None
 
     def __post_init__(self):
+        check(
+            isinstance(self.symmetric, bool | np.bool),
+            f"symmetric must be True or False, found {shown(self.symmetric)}; for other slopes use bias.LinearBias",
+        )
         check_positive("factor", self.factor)
         if self.steepest is not None:
             check_positive("steepest", self.steepest)

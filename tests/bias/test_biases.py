@@ -124,6 +124,8 @@ def test_alibi_with_chosen_slopes_refuses():
         ALiBi(ladder=3).bind(num_heads=4)
     with pytest.raises(ValueError, match="steepest"):
         ALiBi(steepest=0.0)
+    with pytest.raises(ValueError, match=r"symmetric must be .* found float32 array of shape \(4,\)"):
+        ALiBi(alibi_slopes(4))
     with pytest.raises(ValueError, match="ladder"):
         ALiBi(ladder=0)
 
