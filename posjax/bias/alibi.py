@@ -101,8 +101,8 @@ class ALiBi(BiasSpec):
 
     Args:
         symmetric: ``-m_h |i - j|``, for bidirectional attention. It does not distinguish left from right.
-        learned: the slopes are parameters, initialised to Press et al.'s. At ten times the learning rate of the matrices
-            they were as good as fixed ones from 4.0 down (docs/results.md).
+        learned: the slopes are parameters, initialised to Press et al.'s. At ten times the learning rate of the
+            matrices they were as good as fixed ones from 4.0 down (docs/results.md).
         direction: lets a symmetric bias distinguish left from right. ``"offset"``: keys behind the query count as half
             a position nearer, ``-m_h (|i - j| - 1/2)``, as in the encoders of Ruoss et al. (arXiv 2305.16843).
             ``"slopes"``: keys ahead have their own learned slopes, which start equal.

@@ -11,6 +11,7 @@ from train.config import CompareConfig, Config, SchemeConfig
 from train.config.settings.checks import check
 from train.config.settings.compare import SweepConfig
 from train.model.build import learned_positions
+from train.report.numbers import training_length_loss
 
 TRIALS_FOLDER = "trials"
 """In a comparison's directory: a directory for each trial."""
@@ -32,11 +33,8 @@ class Trial:
 
     @property
     def loss(self) -> float:
-        """Nats per token at the training length, or the next that was measured; infinite if training diverged."""
-        texts = [row for row in self.rows if "task" not in row]
-        reached = [row for row in texts if row.get("length", 0) >= row.get("train_length", 0)]
-        first = min(reached, key=lambda row: row.get("length", 0), default=texts[-1])
-        return math.inf if first["error"] else first["window_nll"]
+        """Nats per token at the training length; see `train.report.numbers.training_length_loss`."""
+        return training_length_loss(self.rows)
 
 
 Runner = Callable[[list[Config]], Iterator[list[dict[str, Any]]]]

@@ -216,7 +216,8 @@ class RemoteFolder:
         """The bytes of each span; spans that touch or overlap are fetched together."""
         runs = _runs(wanted)
         paths = [f"{self._path}/{run.name}" for run, _ in runs]
-        contents = self._system.cat_ranges(paths, [run.start for run, _ in runs], [run.stop for run, _ in runs])
+        starts, stops = [run.start for run, _ in runs], [run.stop for run, _ in runs]
+        contents = self._system.cat_ranges(paths, starts, stops, on_error="raise")
         found: list[Any] = [None] * len(wanted)
         for (run, members), content in zip(runs, contents, strict=True):
             for index in members:

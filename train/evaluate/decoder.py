@@ -57,7 +57,8 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
         graph, lies = computed(model, placement=placement(mesh, length)), row(length)
         where = _placed(lies, _given(drawn_in_use(model, length, seed, len(tokens))))
         if lies.padded > length:
-            where["segment_ids"] = jnp.broadcast_to(lies.apply(jnp.zeros((1, length), jnp.int32), -1), tokens.shape)
+            segments = lies.apply(jnp.zeros((1, length), jnp.int32), constant_values=-1)
+            where["segment_ids"] = jnp.broadcast_to(segments, tokens.shape)
         tokens = jax.lax.with_sharding_constraint(tokens, named_sharding(mesh, ("batch", "length")))
         return nnx.merge(graph, narrow(parameters)).hidden(tokens, length=length, **where)
 
@@ -72,12 +73,8 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
 def _placed(row: RowLayout, where: dict[str, Array]) -> dict[str, Array]:
     """The values of a rule of positions in the order of a row's layout; filling tokens get the last token's values."""
 
-    def put(x, axis):
-        last = jax.lax.slice_in_dim(x, row.length - 1, row.length, axis=axis)
-        filling = jnp.repeat(last, row.padded - row.length, axis)
-        return row.layout.apply(jnp.concatenate([x, filling], axis), axis)
-
-    return {name: put(x, LENGTH_AXES[name] % x.ndim) if name in LENGTH_AXES else x for name, x in where.items()}
+    along = {name: LENGTH_AXES[name] % x.ndim for name, x in where.items() if name in LENGTH_AXES}
+    return where | {name: row.apply(where[name], axis, mode="edge") for name, axis in along.items()}
 
 
 def _check_reach(model: nn.Decoder, length: int) -> None:

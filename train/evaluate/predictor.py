@@ -35,11 +35,11 @@ class RowLayout:
         unit = self.layout.shards * self.layout.chunks
         return -(-self.length // unit) * unit
 
-    def apply(self, x: Array, fill: int = 0, axis: int = 1) -> Array:
-        """Values of the tokens along an axis, padded and reordered to the layout."""
+    def apply(self, x: Array, axis: int = 1, **padding: Any) -> Array:
+        """Values of the tokens along an axis, padded as by ``jnp.pad`` and reordered to the layout."""
         widths = [(0, 0)] * x.ndim
         widths[axis] = 0, self.padded - self.length
-        return self.layout.apply(jnp.pad(x, widths, constant_values=fill), axis)
+        return self.layout.apply(jnp.pad(x, widths, **padding), axis)
 
     def restore(self, x: Array) -> Array:
         """The inverse of `apply`, along the second axis."""

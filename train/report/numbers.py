@@ -59,6 +59,14 @@ def perplexity_rows(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "task" not in row]
 
 
+def training_length_loss(rows: Sequence[Row]) -> float:
+    """Nats per token of one training at its length, or at the next that was measured; infinite if it diverged."""
+    texts = perplexity_rows(rows)
+    reached = [row for row in texts if row.get("length", 0) >= row.get("train_length", 0)]
+    first = min(reached, key=lambda row: row.get("length", 0), default=texts[-1])
+    return math.inf if first["error"] else first["window_nll"]
+
+
 def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of every task, in the order of the documentation.
 

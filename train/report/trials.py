@@ -7,7 +7,7 @@ Rows of trials have the columns of perplexity, and
 
 from collections.abc import Sequence
 
-from train.report.numbers import Row, grouped, labels, lengths
+from train.report.numbers import Row, grouped, labels, lengths, training_length_loss
 from train.report.tables import Table, number
 
 _CHOICE = "learning_rate", "position_factor"
@@ -25,7 +25,7 @@ def chosen_rates(trials: Sequence[Row]) -> list[Table]:
     body = []
     for label in labels(trials):
         mine = grouped([row for row in trials if row["label"] == label], *_CHOICE)
-        losses = sorted(_loss(rows) for rows in mine.values())
+        losses = sorted(training_length_loss(rows) for rows in mine.values())
         (rate, factor), _ = next((choice, rows) for choice, rows in mine.items() if rows[0]["chosen"])
         second = f"{losses[1] - losses[0]:.4f}" if len(losses) > 1 else "-"
         body.append((label, f"{rate:.3g}", f"{factor:.3g}", f"{losses[0]:.4f}", second, str(len(losses))))
@@ -46,7 +46,3 @@ def _every_trial(trials: Sequence[Row]) -> Table:
             body.append((label, f"{rate:.3g}", f"{factor:.3g}", *shown, mark))
     header = ("scheme", "learning rate", "factor for positions", *map(str, measured), "")
     return Table("Every trial: perplexity over whole windows of the text of the trials", header, tuple(body))
-
-
-def _loss(rows: Sequence[Row]) -> float:
-    return float("inf") if rows[0]["error"] else rows[0]["window_nll"]

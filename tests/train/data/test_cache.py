@@ -312,6 +312,13 @@ def test_folders(tmp_path, make):
     assert [bytes(found) for found in folder.spans(spans)] == [content[span.start : span.stop] for span in spans]
 
 
+def test_a_span_that_cannot_be_read_is_an_error(tmp_path):
+    folder = RemoteFolder(f"memory://{tmp_path.name}")
+    folder.write("a", b"content")
+    with pytest.raises(FileNotFoundError, match="gone"):
+        folder.spans([Span("a", 0, 3), Span("gone", 0, 3)])
+
+
 def test_neighbouring_spans_are_one_request(tmp_path, monkeypatch):
     folder = RemoteFolder(f"memory://{tmp_path.name}")
     folder.write("a", bytes(100))

@@ -36,5 +36,11 @@ def test_every_trial_is_shown_with_what_it_does_beyond():
     )
 
 
+def test_the_loss_is_that_at_the_training_length():
+    """Not at a shorter length that is measured before it."""
+    trials = [{**row, "train_length": 64} for row in TRIALS if "length" in row]
+    assert chosen_rates(trials)[0].rows[0][3:5] == ("2.1000", "0.9000")
+
+
 def test_without_trials_there_are_no_tables():
     assert tables_of_trials([]) == chosen_rates([]) == []

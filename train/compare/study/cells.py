@@ -16,10 +16,10 @@ from train.checkpoint.directory import RESULTS
 from train.config import CompareConfig, Config, MeshConfig, SchemeConfig, migrated
 from train.config.settings.checks import check, unknown
 from train.data.tokenizer import load_tokenizer
+from train.evaluate.saved import write_rows
 from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
 from train.model.build import RELEASED, extension_of, own_length
-from train.runtime import paths
 
 TEXT, PASSKEY = "text", "passkey"
 
@@ -139,20 +139,13 @@ def _passkey_cells(config: Config, model_digest: str, entries: Sequence[SchemeCo
 
 def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mapping[str, Any], str]:
     """The slots of an entry with all options at a length; or its own slots, and why they do not fit the model."""
-    if is_to_be_searched(entry):
-        return entry.extend, _why_not_searched(config)
     try:
+        if is_to_be_searched(entry):
+            check_searchable(config)
+            raise ValueError("no factors of LongRoPE were found for this model")
         return extension_of(config, entry, length), ""
     except ValueError as error:
         return entry.extend, str(error)
-
-
-def _why_not_searched(config: Config) -> str:
-    try:
-        check_searchable(config)
-    except ValueError as error:
-        return str(error)
-    return "no factors of LongRoPE were found for this model"
 
 
 def scored(config: Config) -> int:
@@ -191,17 +184,8 @@ def finished_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def append_row(directory: Path, row: Mapping[str, Any]) -> None:
-    """Saves a result. An incomplete line, left by an interruption, is removed first."""
-    location, line = directory / RESULTS, json.dumps(row).encode() + b"\n"
-    whole = location.read_bytes() if location.exists() else b""
-    end = whole.rfind(b"\n") + 1
-    if not paths.is_local(location):
-        location.write_bytes(whole[:end] + line)
-        return
-    with location.open("r+b" if location.exists() else "wb") as file:
-        file.truncate(end)
-        file.seek(end)
-        file.write(line)
+    """Saves a result after those that are saved."""
+    write_rows(directory / RESULTS, [*finished_rows(directory), row])
 
 
 def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -112,12 +112,10 @@ class TrainConfig:
         check(self.steps >= 0, f"train.steps must be positive, found {self.steps}")
         check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
         check_positive("train", self, "accumulate", "loss_chunks", "stop_after_skips")
-        for name in ("z_loss", "spike_factor", "stop_loss"):
+        for name in ("z_loss", "spike_factor", "stop_loss", "redraw_every", "weight_decay", "local_every"):
             check(getattr(self, name) >= 0, f"train.{name} must not be negative, found {getattr(self, name)}")
         for name in ("beta1", "beta2", "mask_rate"):
             check_fraction(f"train.{name}", getattr(self, name))
-        check(self.redraw_every >= 0, f"train.redraw_every must not be negative, found {self.redraw_every}")
-        check(self.weight_decay >= 0, f"train.weight_decay must not be negative, found {self.weight_decay}")
         check(
             0 <= self.final_learning_rate <= 1,
             f"train.final_learning_rate is a share of the peak, from 0 to 1, found {self.final_learning_rate}",
@@ -126,7 +124,6 @@ class TrainConfig:
             0 <= self.warmup_steps < self.steps or self.steps == 0,
             f"train.warmup_steps must be at least 0 and below train.steps ({self.steps}), found {self.warmup_steps}",
         )
-        check(self.local_every >= 0, f"train.local_every must not be negative, found {self.local_every}")
         check(
             not self.local_every or (bool(self.local_folder) and "://" not in self.local_folder),
             "train.local_every: name a folder on a disk of each host as train.local_folder, such as /mnt/disk/run, "
