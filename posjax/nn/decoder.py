@@ -121,7 +121,8 @@ class Decoder(nnx.Module):
         Args:
             tokens: int32 ids from 0 to ``vocab_size - 1``. Other ids raise no error: larger ids get the embedding of
                 the last token; negative ids count from the end (-1 is the last token), at most to the first token.
-            positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment.
+            positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment
+                (in the row for biases where that is the same, see ``Layers.reads_rows``).
             segment_ids: documents packed into a row, each contiguous and with its own id; tokens of different documents
                 do not see each other. Negative ids are padding.
             length: the current length for schemes that read it (dynamic NTK); the row's when left out.
@@ -249,12 +250,15 @@ class Decoder(nnx.Module):
             coordinates = jnp.broadcast_to(coordinates, (rows, columns, coordinates.shape[-1]))
         ids = None if segment_ids is None else layout.restore(segment_ids)
         # A range counts the whole row in its original order, for any layout.
-        where = Range(0, columns) if ids is None else layout.apply(from_segments(ids))
+        row = Range(0, columns)
+        where = row if ids is None else layout.apply(from_segments(ids))
         counted = self._in_layout(where) + 1
         if not self.config.causal:
             counted = jnp.full_like(counted, columns) if ids is None else layout.apply(_segment_sizes(ids))
+        if positions is None:
+            positions = row if self.config.layers.reads_rows else where
         return LayerInputs(
-            positions=where if positions is None else positions,
+            positions=positions,
             mask=None if segment_ids is None else Segments(segment_ids, finite=True),
             visible=counted,
             length=columns if length is None else length,

@@ -53,6 +53,15 @@ class Layers:
         return all(scheme.shift_invariant for scheme in self.schemes)
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether packed documents share the positions of their row.
+
+        Some layer then has a bias, and no layer notices how much a document is shifted, since documents do not see each
+        other. Kernels of biases by distance, such as T5's, need a range.
+        """
+        return self.shift_invariant and any(scheme.bias is not None for scheme in self.schemes)
+
+    @property
     def reads_length(self) -> bool:
         """Whether some layer depends on the current length."""
         return any(scheme.reads_length for scheme in self.schemes)

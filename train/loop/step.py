@@ -222,7 +222,7 @@ def _of_piece(parts: Parts, parameters: Any, predicted, piece: _BatchPart) -> tu
     """The losses of some rows, and the gradient of their sum divided by the number of predicted tokens of the batch."""
 
     def objective(parameters):
-        losses = _losses_at(parts, parameters, piece.rows, {"positions": piece.rows.positions} | piece.drawn)
+        losses = _losses(parts, parameters, piece.rows, piece.drawn)
         return (losses.nll + parts.config.train.z_loss * losses.z) / predicted, losses
 
     gradients, losses = jax.grad(objective, has_aux=True)(parameters)
@@ -306,13 +306,15 @@ def _in_parts(parts: Parts, batch: Batch) -> Batch:
 
 
 def _batch_loss(parts: Parts, parameters: Any, batch: Batch) -> Losses:
-    """The losses of a batch without masking or draws, with positions counted in each document."""
-    return _losses_at(parts, parameters, batch, {"positions": batch.positions})
+    """The losses of a batch without masking or draws."""
+    return _losses(parts, parameters, batch, {})
 
 
-def _losses_at(parts: Parts, parameters: Any, batch: Batch, where: dict[str, Array]) -> Losses:
+def _losses(parts: Parts, parameters: Any, batch: Batch, drawn: dict[str, Array]) -> Losses:
     model = nnx.merge(parts.graph, _cast(parts, parameters))
-    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **where)
+    # Those of the batch need no communication in a layout that splits rows.
+    where = {} if model.config.layers.reads_rows else {"positions": batch.positions}
+    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **(where | drawn))
     head = model.output_matrix.astype(hidden.dtype)
     chunks, finish = parts.config.train.loss_chunks, model.config.finish_logits
     return token_losses(hidden, head, batch.labels, chunks, model.output_bias, finish)

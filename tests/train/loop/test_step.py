@@ -14,6 +14,7 @@ from documents import EOS, MASK, encode, pack
 from jax.sharding import PartitionSpec
 
 from posjax.layout import Layout
+from posjax.scheme import Layers
 from train.config import DataConfig, TrainConfig, parse
 from train.data.packing import Batch
 from train.data.tokenizer import PADDING, load_tokenizer
@@ -135,6 +136,35 @@ def test_positions_are_drawn_as_the_scheme_says(batch):
     chex.assert_shape(drawn["coordinates"], (*batch.tokens.shape, 1))
     clex = {"name": "clex", "original_length": 8, "max_factor": 4, "steps": 5}
     assert int(draw_positions(parse({**SMALL, "scheme": clex}), keys[0], batch, Layout())["length"]) in (8, 16, 24, 32)
+
+
+SANDWICH = {"name": "rope", "bias": {"name": "sandwich", "dbar": 16}}
+
+
+@pytest.mark.parametrize("scheme", ["t5", "kerple-log", SANDWICH, {"name": "fire", "threshold": 2}], ids=str)
+def test_biases_are_those_of_positions_in_each_document(scheme, batch, monkeypatch):
+    """Packed documents share a range where a shift changes nothing, which FIRE's bias does not allow."""
+    config = parse({**SMALL, "scheme": scheme})
+
+    def loss():
+        program, mesh = build(config, 1)
+        with jax.set_mesh(mesh):
+            return float(program.loss(random_parameters(program), placed(mesh, batch)).nll)
+
+    found = loss()
+    monkeypatch.setattr(Layers, "reads_rows", False)
+    assert found == pytest.approx(loss(), rel=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["t5", "kerple-log", SANDWICH, "alibi", "rope"], ids=str)
+def test_packed_documents_use_the_kernel_of_a_tpu(scheme):
+    shape = {"num_layers": 1, "model_dim": 128, "num_heads": 1, "mlp_dim": 8, "compute_dtype": "bfloat16"}
+    config = parse({"model": shape, "train": {"length": 1024, "batch_tokens": 1024}, "scheme": scheme})
+    program, mesh = build(config, 1)
+    row = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    with jax.set_mesh(mesh):
+        traced = program.loss.trace(program.abstract.parameters, Batch(row, row, row, row))
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_random_features_are_redrawn_every_so_many_steps(batch):
