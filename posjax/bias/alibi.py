@@ -121,6 +121,7 @@ class ALiBi(BiasSpec):
     factor: float = 1.0
     steepest: float | None = None
     ladder: int | None = None
+    shift_invariant = True
 
     def __post_init__(self):
         check(

@@ -105,7 +105,7 @@ class BiasSpec:
     """Whether it is a function of the scores themselves, and bound as a ``ContextualBias`` (CoPE)."""
     shared_across_layers: bool = False
     """Whether all layers use one set of parameters."""
-    shift_invariant: bool = True
+    shift_invariant: bool = False
     """Whether shifting all positions by one constant changes nothing."""
 
     @property

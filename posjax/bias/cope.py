@@ -76,6 +76,7 @@ class CoPE(BiasSpec):
 
     max_position: int = 64
     contextual: ClassVar[bool] = True
+    shift_invariant = True
 
     def __post_init__(self):
         check_count("max_position", self.max_position)

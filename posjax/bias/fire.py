@@ -74,7 +74,6 @@ class FIRE(BiasSpec):
     c: float = 0.1
     threshold: float = 512.0
     shared_across_layers: bool = False
-    shift_invariant = False
 
     def __post_init__(self):
         check_count("FIRE width", self.width)

@@ -86,6 +86,7 @@ class FoX(BiasSpec):
     data_dependent: bool = True
     decay_times: tuple[float, float] | None = None
     reads_tokens: ClassVar[bool] = True
+    shift_invariant = True
 
     def __post_init__(self):
         needed = self.data_dependent or self.decay_times is not None

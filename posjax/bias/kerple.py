@@ -107,6 +107,7 @@ class Kerple(BiasSpec):
 
     kind: str = "log"
     shared_across_layers = True
+    shift_invariant = True
 
     def __post_init__(self):
         check_choice("Kerple kind", self.kind, tuple(_KINDS))

@@ -68,6 +68,7 @@ class Sandwich(BiasSpec):
     dbar: int = 128
     variant: str = "from_one"
     factor: float | None = None
+    shift_invariant = True
 
     def __post_init__(self):
         check_even("dbar", self.dbar)

@@ -57,6 +57,7 @@ class ScaleInvariant(BiasSpec):
     tau: float = 10.0
     alpha: float = math.exp(0.5)
     beta: float = math.exp(0.5)
+    shift_invariant = True
 
     def __post_init__(self):
         for name in ("tau", "alpha", "beta"):

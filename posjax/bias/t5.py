@@ -137,6 +137,7 @@ class T5(BiasSpec):
     bidirectional: bool = False
     stddev: float = 0.02
     shared_across_layers = True
+    shift_invariant = True
 
     def __post_init__(self):
         _check_buckets(self.num_buckets, self.max_distance, self.bidirectional)

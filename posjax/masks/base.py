@@ -22,7 +22,7 @@ class Mask(OverPairs):
     attention skip tiles; ``kept_keys`` lets a cache keep fewer keys.
     """
 
-    shift_invariant = True
+    shift_invariant = False
     """Whether shifting all positions by one constant changes nothing."""
 
     __array_ufunc__ = None  # so that NumPy calls __rand__ for `array & mask`
@@ -149,6 +149,7 @@ class ArrayMask(OfPairs, Mask):
     """
 
     name = "mask"
+    shift_invariant = True
 
     def allowed(self, q_positions, kv_positions):
         """The array as it is."""

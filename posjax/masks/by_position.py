@@ -27,6 +27,8 @@ def _sized(cls: type) -> type:
 class Causal(Mask):
     """``j <= i``: a query sees the keys up to and including its own position."""
 
+    shift_invariant = True
+
     def pairs(self, i, j):
         """``j <= i``."""
         return j <= i
@@ -128,6 +130,7 @@ def _some_and_all(i_low, i_high, j_low, j_high, least, most):
 class _Distances(_Sized):
     """``least <= i - j <= most`` for the pair ``limits``; ``most`` is None for no upper limit."""
 
+    shift_invariant = True
     limits: tuple[int, int | None]
     _unit = 1  # positions that count as one
 
@@ -294,6 +297,7 @@ class Dilated(_Sized):
 
     size: Size
     dilation: Size | tuple[int, ...]
+    shift_invariant = True
 
     def __post_init__(self):
         self._check("size")
@@ -350,7 +354,6 @@ def _at_most_around(count, size, causal: bool):
 class _First(_Sized):
     """A mask of the first positions: a pair that it allows is also allowed at any earlier positions."""
 
-    shift_invariant = False
     _least_traced = 0
 
     def bounds(self, i_low, i_high, j_low, j_high):

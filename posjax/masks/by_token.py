@@ -24,6 +24,7 @@ class OfTokens(Mask):
     """Dtype of its numbers: ``jnp.integer`` or ``jnp.bool_``."""
 
     reads_positions = False
+    shift_invariant = True
 
     @property
     def axes(self):

@@ -121,8 +121,9 @@ class Decoder(nnx.Module):
         Args:
             tokens: int32 ids from 0 to ``vocab_size - 1``. Other ids raise no error: larger ids get the embedding of
                 the last token; negative ids count from the end (-1 is the last token), at most to the first token.
-            positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment
-                (in the row for biases where that is the same, see ``Layers.reads_rows``).
+            positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment.
+                With a bias whose result does not change by that, they are counted in the row
+                (``Layers.counts_in_row``).
             segment_ids: documents packed into a row, each contiguous and with its own id; tokens of different documents
                 do not see each other. Negative ids are padding.
             length: the current length for schemes that read it (dynamic NTK); the row's when left out.
@@ -256,7 +257,7 @@ class Decoder(nnx.Module):
         if not self.config.causal:
             counted = jnp.full_like(counted, columns) if ids is None else layout.apply(_segment_sizes(ids))
         if positions is None:
-            positions = row if self.config.layers.reads_rows else where
+            positions = row if self.config.layers.counts_in_row else where
         return LayerInputs(
             positions=positions,
             mask=None if segment_ids is None else Segments(segment_ids, finite=True),

@@ -53,13 +53,14 @@ class Layers:
         return all(scheme.shift_invariant for scheme in self.schemes)
 
     @property
-    def reads_rows(self) -> bool:
-        """Whether packed documents share the positions of their row.
+    def counts_in_row(self) -> bool:
+        """Whether tokens of packed documents get the positions of their row instead of those in their document.
 
-        Some layer then has a bias, and no layer notices how much a document is shifted, since documents do not see each
-        other. Kernels of biases by distance, such as T5's, need a range.
+        True if some layer has a bias, none has features, and no layer changes when all positions of a document are
+        shifted. The TPU kernels of biases by distance, such as T5's, need a range.
         """
-        return self.shift_invariant and any(scheme.bias is not None for scheme in self.schemes)
+        biased, bare = (scheme.bias is not None for scheme in self.schemes), (s.features is None for s in self.schemes)
+        return self.shift_invariant and any(biased) and all(bare)
 
     @property
     def reads_length(self) -> bool:

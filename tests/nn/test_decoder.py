@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention.own_methods import Strided
 from decoders import (
     ALONE,
     COVERING,
@@ -101,6 +102,29 @@ def test_packed_documents_equal_separate_ones(settings):
     assert_same(packed[0, 10:], wanted[1, :6])
     assert_same(packed[1], wanted[2])
     assert_same(gradients, wanted_gradients)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "in_row"),
+    [
+        (preset("t5"), True),
+        (preset("kerple-log"), True),
+        (pj.scheme("alibi", mask=masks.Window(6)), True),
+        (pj.scheme("alibi", mask=Strided(4, 3)), False),
+        (pj.scheme("alibi", mask=masks.Chunked(6)), False),
+        (pj.scheme("fire", threshold=2), False),
+    ],
+    ids=lambda value: None if isinstance(value, bool) else f"{type(value.bias).__name__}, {value.mask}",
+)
+def test_positions_of_packed_documents_may_be_left_out(scheme, in_row):
+    """They are those of the row for a bias, unless a mask or a bias reads the positions in a document."""
+    a, b, c = documents()
+    tokens, positions, segments = layout([a, b], [c], [])
+    settings = config(scheme)
+    assert settings.layers.counts_in_row == in_row
+    model = jax.jit(Decoder(settings, rngs=nnx.Rngs(1)).__call__)
+    given, found = (model(tokens, positions=where, segment_ids=segments) for where in (positions, None))
+    assert_same(found[segments >= 0], given[segments >= 0])
 
 
 def test_left_padding_changes_nothing_for_real_tokens(settings):

@@ -217,7 +217,9 @@ class RemoteFolder:
         runs = _runs(wanted)
         paths = [f"{self._path}/{run.name}" for run, _ in runs]
         starts, stops = [run.start for run, _ in runs], [run.stop for run, _ in runs]
-        contents = self._system.cat_ranges(paths, starts, stops, on_error="raise")
+        contents = self._system.cat_ranges(paths, starts, stops)
+        if error := next((content for content in contents if isinstance(content, BaseException)), None):
+            raise error
         found: list[Any] = [None] * len(wanted)
         for (run, members), content in zip(runs, contents, strict=True):
             for index in members:

@@ -312,8 +312,8 @@ def _batch_loss(parts: Parts, parameters: Any, batch: Batch) -> Losses:
 
 def _losses(parts: Parts, parameters: Any, batch: Batch, drawn: dict[str, Array]) -> Losses:
     model = nnx.merge(parts.graph, _cast(parts, parameters))
-    # Those of the batch need no communication in a layout that splits rows.
-    where = {} if model.config.layers.reads_rows else {"positions": batch.positions}
+    # Otherwise the batch's own positions: computed from segment ids they would need communication where rows are split.
+    where = {} if model.config.layers.counts_in_row else {"positions": batch.positions}
     hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **(where | drawn))
     head = model.output_matrix.astype(hidden.dtype)
     chunks, finish = parts.config.train.loss_chunks, model.config.finish_logits

@@ -72,7 +72,7 @@ def draw(rows: Sequence[Row]) -> bytes:
         panel.set_ylim(-0.03, 1.03)
         panel.grid(True, color="#dddddd", linewidth=0.7)
         panel.set_axisbelow(True)
-    panels.around(figure, drawn, "updates", f"share not below {_loss(rows):g}")
+    panels.around(figure, drawn, "updates", f"share of seeds not below {_loss(rows):g}")
     return style.png(figure)
 
 

@@ -152,7 +152,7 @@ def test_biases_are_those_of_positions_in_each_document(scheme, batch, monkeypat
             return float(program.loss(random_parameters(program), placed(mesh, batch)).nll)
 
     found = loss()
-    monkeypatch.setattr(Layers, "reads_rows", False)
+    monkeypatch.setattr(Layers, "counts_in_row", False)
     assert found == pytest.approx(loss(), rel=1e-6)
 
 

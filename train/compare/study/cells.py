@@ -184,7 +184,7 @@ def finished_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def append_row(directory: Path, row: Mapping[str, Any]) -> None:
-    """Saves a result after those that are saved."""
+    """Adds a result. The file is written anew: an incomplete last line is dropped, old rows get the names of today."""
     write_rows(directory / RESULTS, [*finished_rows(directory), row])
 
 
