@@ -79,9 +79,14 @@ def _aligned(array: Any, names: Names) -> Names:
 
 
 def names_of(tree: Any) -> list[Names]:
-    """The names of the axes of every leaf of a tree, in their order."""
+    """The names of the axes of every leaf of a tree, in their order; none for the start of a range, if it is a leaf."""
     found = []
-    each(tree, lambda array, names: found.append(names) or array)
+
+    def note(array, names: Names):
+        found.extend([()] * len(jax.tree.leaves(array)) if isinstance(array, Range) else [names])
+        return array
+
+    each(tree, note)
     return found
 
 

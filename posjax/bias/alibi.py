@@ -125,7 +125,7 @@ class ALiBi(BiasSpec):
 
     def __post_init__(self):
         check(
-            isinstance(self.symmetric, bool | np.bool),
+            not isinstance(self.symmetric, jax.Array | np.ndarray),
             f"symmetric must be True or False, found {shown(self.symmetric)}; for other slopes use bias.LinearBias",
         )
         check_positive("factor", self.factor)

@@ -1,16 +1,20 @@
 """What blockwise attention decides beforehand: sizes of tiles, which of them are visited, and how each is scored."""
 
 import dataclasses
+import importlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from posjax.attention import attention
 from posjax.attention.blockwise import _choose_blocks, _rows_at_once, blockwise
 from posjax.attention.operands import Operands, RemappedPair
 from posjax.attention.padding import pad
 from posjax.attention.tiles import Blocks, Kind, plan_tiles, visits
+from posjax.bias import LinearBias
 from posjax.masks import Beyond, BlockBounds, Causal, Segments
 from posjax.positions import Range, as_array
 
@@ -144,3 +148,22 @@ def test_rows_with_places_of_their_own_are_taken_one_by_one(which):
         seen = np.tril(np.ones((8, 8)), k=ahead)
         mean = seen @ x.v[row, 0] / np.maximum(seen.sum(1, keepdims=True), 1)
         np.testing.assert_allclose(found[row, 0, 0], mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("start", [0, jnp.int32(5)], ids=["static", "array"])
+def test_rows_with_a_plan_each_have_gradients_over_a_range(start, monkeypatch):
+    """Masks differ between rows, and rows are too long to share tiles; positions are one range for all."""
+    monkeypatch.setattr(importlib.import_module("posjax.attention.blockwise"), "TILE_ELEMENTS", 1)
+    q = jax.random.normal(jax.random.key(0), (4, 24, 2, 8))
+    mask = Causal() & Segments(np.sort(np.random.default_rng(0).integers(0, 4, (4, 24), np.int32)))
+    places = {"q_positions": Range(start, 24), "kv_positions": Range(start, 24)}
+
+    def gradients(implementation):
+        def total(q, k, v, slopes):
+            bias = LinearBias(slopes)
+            found = attention(q, k, v, mask=mask, bias=bias, implementation=implementation, **places)
+            return jnp.square(found).sum()
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(q, q + 1, q - 1, jnp.array([0.5, 0.1]))
+
+    chex.assert_trees_all_close(gradients("blockwise"), gradients("dense"), atol=2e-5)
