@@ -59,8 +59,9 @@ class Layers:
         True if some layer has a bias, none has features, and no layer changes when all positions of a document are
         shifted. The TPU kernels of biases by distance, such as T5's, need a range.
         """
-        biased, bare = (scheme.bias is not None for scheme in self.schemes), (s.features is None for s in self.schemes)
-        return self.shift_invariant and any(biased) and all(bare)
+        biased = any(scheme.bias is not None for scheme in self.schemes)
+        without_features = all(scheme.features is None for scheme in self.schemes)
+        return biased and without_features and self.shift_invariant
 
     @property
     def reads_length(self) -> bool:
