@@ -121,8 +121,8 @@ class T5(BiasSpec):
 
     Train the table with a higher learning rate than the matrices. In small decoders (4 layers of width 64, AdamW, 500
     updates) the best factor of the learning rate was 100, with perplexity 4.44; a factor of 10 gave 4.49, and one rate
-    for all parameters 6.20 at the same rate and 4.86 at the best (docs/results.md). In ``train`` set ``learning_rate_factors: {"shared/*": 100}``, or try
-    factors with ``compare.sweep``.
+    for all parameters 6.20 at the same rate and 4.86 at the best (docs/results.md). In ``train`` set
+    ``learning_rate_factors: {"shared/*": 100}``, or try factors with ``compare.sweep``.
 
     Args:
         num_buckets: size of the table, both sides together when bidirectional.
