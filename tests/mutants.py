@@ -1,15 +1,14 @@
 """Draws small faults into lines that compute, and asks the suite to find them.
 
-    pip install pytest-cov
-    pytest --cov=posjax --cov=train --cov-context=test --cov-report=
-    python tests/mutants.py REPORT [--seed 0] [--count 100] [--workers 1]
+    PYTHONPATH=.:tests pytest -p lines --lines LINES
+    python tests/mutants.py LINES REPORT [--seed 0] [--count 100] [--workers 1]
 
 A mutant is one change of one expression: another operator, comparison or function, a number one larger, a sign left
-out. The first command notes in ``.coverage`` which tests run which lines. Of every mutant, in a copy of the repository,
-the test files that run its line are asked, those that run the least code first; at the first failure it is killed. If
-no test of this process runs the line, the whole suite is asked. REPORT is a file of JSON lines, one for each mutant,
-and is resumed. Changes that no test could find, because the program means the same, stand in ``EQUIVALENT`` with the
-reason, and others are drawn in their place.
+out. The first command notes in the folder LINES which test files run which lines (`tests/lines.py`). Of every mutant,
+in a copy of the repository, the test files that run its line are asked, those that run the least code first; at the
+first failure it is killed. If no test of this process runs the line, the whole suite is asked. REPORT is a file of JSON
+lines, one for each mutant, and is resumed. Changes that no test could find, because the program means the same, are in
+``EQUIVALENT`` with the reason, and others are drawn in their place.
 
 mutmut rewrites every function into a chooser of mutants, which ``jit`` and frozen dataclasses do not survive, and
 cosmic-ray runs one command for all mutants and changes annotations too; so the draw is our own.
@@ -26,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -215,7 +214,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 }
 
 SECONDS = 1800
-IN_THE_REPOSITORY = re.compile(r"(?:^|(?<=/))(?:posjax|train)/.*")
 
 
 @dataclass(frozen=True)
@@ -319,29 +317,24 @@ def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
 
 
 class Runs:
-    """Which test files run which lines, from what pytest-cov wrote."""
+    """Which test files run which lines, from what `tests/lines.py` wrote."""
 
-    def __init__(self, place: Path):
-        from coverage import CoverageData
-
-        data = CoverageData(str(place))
-        data.read()
-        self._files: dict[str, dict[int, set[str]]] = {}
+    def __init__(self, folder: Path):
+        self._tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         self._breadth: Counter[str] = Counter()
-        for name in data.measured_files():
-            lines = {
-                line: {context.split("::")[0] for context in contexts if context}
-                for line, contexts in data.contexts_by_lineno(name).items()
-            }
-            self._files[IN_THE_REPOSITORY.search(name)[0]] = lines
-            self._breadth.update(test for tests in lines.values() for test in tests)
+        for file in folder.glob("*.json"):
+            noted = json.loads(file.read_text())
+            for path, lines in noted["lines"].items():
+                self._breadth[noted["test"]] += len(lines)
+                for line in lines:
+                    self._tests[path][line].add(noted["test"])
 
     def of(self, mutant: Mutant) -> list[str]:
         """The test files that run a mutant's line, or the nearest noted one before it: those of the least code first.
 
         Python notes some lines of a statement alone.
         """
-        noted = self._files.get(mutant.path, {})
+        noted = self._tests.get(mutant.path, {})
         tests = noted.get(max((line for line in noted if line <= mutant.line), default=0), set())
         return sorted(tests, key=lambda test: (self._breadth[test], test))
 
@@ -393,13 +386,13 @@ def read(file: Path) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("lines", type=Path, help="what tests/lines.py wrote")
     parser.add_argument("report", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--runs", type=Path, default=ROOT / ".coverage", help="what pytest-cov wrote")
     parser.add_argument("--workers", type=int, default=1, help="mutants judged at the same time")
     asked = parser.parse_args()
-    runs = Runs(asked.runs)
+    runs = Runs(asked.lines)
     done = [Mutant(**{name: line[name] for name in Mutant.__dataclass_fields__}) for line in read(asked.report)]
     left = [mutant for mutant in drawn(ROOT, asked.seed, asked.count) if mutant not in done]
     with ExitStack() as stack, asked.report.open("a") as lines:
