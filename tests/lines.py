@@ -50,7 +50,7 @@ class Lines:
 
     def pytest_sessionfinish(self) -> None:
         self._begin(None)
-        sys.monitoring.free_tool_id(sys.monitoring.COVERAGE_ID)
+        sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, 0)
 
 
 def pytest_addoption(parser):
