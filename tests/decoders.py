@@ -1,4 +1,4 @@
-"""Decoders of two layers of 32 for the tests: shapes, parameters, rows of documents, one compilation for each."""
+"""Small decoders for the tests (two layers of width 32): configs, parameters and documents; each is compiled once."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from posjax.positions import from_segments
 
 VOCAB, LENGTH = 24, 16
 NAMES = pj.scheme_names()
-# Small enough that rows of LENGTH tokens are beyond every window, chunk, table and training length.
+# Small enough that rows of LENGTH tokens exceed most windows, chunks and training lengths.
 OPTIONS = {
     "learned": {"max_length": LENGTH},
     "hierarchical": {"max_length": 6},
@@ -56,9 +56,9 @@ OPTIONS = {
     "linear-taylor": {"order": 2},
     "linear-limit": {"order": 2},
 }
-# A decoder of its own for every preset costs a second of compilation each. By default they share decoders in which
-# every layer has another preset, so that each is still run and trained: what one layer does wrong, the decoder does
-# wrong. The wide grid has a decoder for each.
+# A separate decoder for each preset would cost a second of compilation each. By default, presets share decoders: every
+# layer of a group has a different preset. Each preset is still run and trained, and an error in one layer makes the
+# results of the whole decoder wrong. The wide grid has a decoder for each preset.
 GROUPS = {
     "rotations": "nope rope hope xpos vo-rope mixed rope-tie clex pope coca-planes randomised",
     "biases": "alibi t5 kerple-power fox cope scale-invariant",
@@ -67,13 +67,13 @@ GROUPS = {
     "linear": "linear-elu linear-taylor",
     "not shift-invariant": "coca-slack fire chunked longformer self-extend lm-infinite streaming dual-chunk performer",
 }
-# Those alone in the wide grid: their programs are those of other presets with another rule, mask, feature map or order
-# of the layers, and their parameters are those of others.
+# Presets that run in the wide grid only. Each has the program and parameters of another preset, but a different rule,
+# mask, feature map or order of the layers.
 VARIANTS = (
     "p-rope axial mrope kerple-log sandwich coca-relative inverse-leaky window softmax-plus-one log-n drope cosine "
     "qwen3 equal-mean pose hwfa2 gemma3 smollm3 rnope-swa linear-exp linear-limit linear-cosine"
 )
-# What a group cannot have: embeddings of positions, and patterns of layers. And RoPE, for a scan over equal layers.
+# Presets that a group cannot have: position embeddings and layer patterns. RoPE is here to test a scan over layers.
 ALONE = ("rope", "sinusoidal", "learned", "hierarchical", "hwfa", "llama4")
 WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in NAMES if name not in ALONE]
 COVERING = [*ALONE, *GROUPS, *WIDE]
@@ -85,9 +85,9 @@ def preset(name):
 
 
 def scheme_of(name):
-    """A preset, or the layers of a group: of every preset each scheme once.
+    """A preset; for a group, layers that have each scheme of its presets once.
 
-    How a preset draws positions in training is left out: layers must agree on that, and decoders do not read it.
+    A group's schemes have no ``training_positions``: all layers must agree on them, and decoders do not read them.
     """
     if name not in GROUPS:
         return preset(name)
@@ -99,7 +99,7 @@ def scheme_of(name):
 
 
 def config_of(name):
-    """The decoder of a preset, or of a group. Layers that occur once need no scan."""
+    """The decoder config of a preset or of a group. The layers of a group all differ, so they need no scan."""
     return config(scheme_of(name), scan_layers=name not in GROUPS)
 
 
@@ -111,7 +111,7 @@ def config(scheme, **options):
 
 @functools.cache
 def made(settings):
-    """Graph and parameters of a decoder; every shape has one set of parameters, whatever else differs."""
+    """Graph and parameters of a decoder. Parameters of the same shapes have the same values in every decoder."""
     return nnx.split(Decoder(settings, rngs=nnx.Rngs(1)))
 
 
@@ -140,7 +140,7 @@ def documents():
 
 
 def layout(*rows, left=False):
-    """Tokens, positions and segment ids of rows of documents, filled with junk that nothing may see."""
+    """Tokens, positions and segment ids of rows of documents. The padding is random tokens, which must be ignored."""
     tokens = np.random.default_rng(len(rows) + left).integers(0, VOCAB, (len(rows), LENGTH))
     segments = np.full((len(rows), LENGTH), -1)
     for index, row in enumerate(rows):

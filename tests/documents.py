@@ -1,4 +1,4 @@
-"""Documents as tokens of the byte tokenizer, and rows of encoded documents that are in memory."""
+"""Documents encoded by the byte tokenizer, and rows packed from encoded documents in memory."""
 
 import hashlib
 from collections.abc import Sequence

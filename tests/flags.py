@@ -1,15 +1,15 @@
-"""Flags of a compiler that optimises little, for the tests and the processes that they start.
+"""Compiler flags that optimise little, for the tests and the processes that they start.
 
-Most of the suite's time is compilation of small programs. Without LLVM's optimisations and XLA's fusion emitters it
-takes a third (the gradients of six small decoders: 6.7 s of CPU time, 18.5 s at level 1). In one piece XLA's own part
-of that is 1.6 s, not 2.1 s. For AVX, because for the instructions that came after it jax 0.10.2 makes gradients NaN
-at level 0 (KERPLE, ALiBi's slopes).
+Most of the suite's time is compilation of small programs. Without LLVM's optimisations and XLA's fusion emitters, it
+takes a third of the time (the gradients of six small decoders: 6.7 s of CPU time; at level 1, 18.5 s). Of the 6.7 s,
+XLA's own part is 1.6 s; it is 2.1 s if code generation is split for parallel compilation. Instructions newer than AVX
+are off: with them, jax 0.10.2 computes NaN gradients at level 0 (KERPLE, ALiBi's slopes).
 """
 
 import os
 from importlib.metadata import version
 
-# Of jaxlib 0.10; from 0.11.2 on it is unknown, and an unknown flag ends the process.
+# For jaxlib 0.10 only: jaxlib 0.11.2 and later do not know this flag, and an unknown flag aborts the process.
 _WITHOUT_EMITTERS = ("--xla_cpu_use_fusion_emitters=false",) if version("jaxlib").startswith("0.10.") else ()
 
 QUICK = (
@@ -21,11 +21,11 @@ QUICK = (
 
 
 def environment(devices: int = 1, **others: str) -> dict[str, str]:
-    """What a process that a test starts finds set: so many devices, and kept programs where the config keeps them.
+    """Environment variables for a process that a test starts: the number of devices, and an enabled compilation cache.
 
-    A folder of kept programs that the environment names would win over the config's, so it is left out.
+    JAX_COMPILATION_CACHE_DIR is removed, because it would override the cache folder of the config.
     """
-    here = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     flags = (f"--xla_force_host_platform_device_count={devices}", *QUICK)
     changed = {
         "JAX_PLATFORMS": "cpu",
@@ -33,4 +33,4 @@ def environment(devices: int = 1, **others: str) -> dict[str, str]:
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return {**here, **changed, **others}
+    return {**inherited, **changed, **others}

@@ -1,4 +1,4 @@
-"""Trainings that end as if they were killed: nothing more is saved."""
+"""Training runs that stop as if they were killed: nothing more is saved."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from train.loop import fit as loop
 
 
 def killed(config, directory, after, monkeypatch):
-    """The first update of a run that ends once it has made so many."""
+    """Runs ``fit``, interrupts it after step ``after``, and returns the first step that it made."""
     steps = []
 
     def before(self, step, state):

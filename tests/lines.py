@@ -1,10 +1,10 @@
-"""A pytest plugin that notes which lines of the library each test file runs; needs Python 3.12.
+"""A pytest plugin that records which lines of the library each test file runs; needs Python 3.12.
 
     PYTHONPATH=.:tests pytest -p lines --lines FOLDER
 
-Every test file leaves a JSON file in FOLDER: by module, the numbers of its lines. A line reports itself once for each
-test file (``sys.monitoring``), so the suite takes hardly longer; coverage with a context for each test takes two to
-three times as long.
+It writes a JSON file into FOLDER for every test file: for each module, the numbers of the lines that ran. A line is
+reported once for each test file (``sys.monitoring``), so the suite is hardly slower. Coverage with a context for each
+test would take two to three times as long.
 """
 
 import json
@@ -17,7 +17,7 @@ OURS = tuple(f"{ROOT / name}/" for name in ("posjax", "train"))
 
 
 class Lines:
-    """The lines that the present test file ran."""
+    """Records the lines that the current test file runs."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -34,7 +34,7 @@ class Lines:
         return sys.monitoring.DISABLE
 
     def _begin(self, test: str | None) -> None:
-        """Writes what the file before ran; what was run outside any test is nobody's."""
+        """Writes the lines of the previous test file. Lines that ran before the first test are dropped."""
         if self._test is not None:
             lines = {Path(name).relative_to(ROOT).as_posix(): sorted(seen) for name, seen in self._seen.items()}
             file = self._folder / f"{self._test.replace('/', '__')}.json"

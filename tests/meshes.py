@@ -1,4 +1,4 @@
-"""Meshes of eight devices whose axes are of every kind, and arrays on them."""
+"""Meshes of eight devices with explicit, automatic and mixed axes, and arrays on them."""
 
 import math
 from functools import cache
@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 SPEC = P("data", None, "tensor")
-"""How queries lie in most tests."""
+"""The sharding of queries in most tests."""
 KINDS = {
     "explicit": (AxisType.Explicit, AxisType.Explicit),
     "auto": (AxisType.Auto, AxisType.Auto),
@@ -20,13 +20,13 @@ KINDS = {
 
 @cache
 def mesh(kind: str, shape=(4, 2)):
-    """Axes "data" and "tensor"; ``jax.make_mesh`` as it is by default for "explicit"."""
+    """A mesh with the axes "data" and "tensor"; "explicit" is the default of ``jax.make_mesh``."""
     types = {} if kind == "explicit" else {"axis_types": KINDS[kind]}
     return jax.make_mesh(shape, ("data", "tensor"), **types)
 
 
 def put(where, value, spec=SPEC):
-    """An array on a mesh; axes of the spec that do not divide it hold it whole."""
+    """An array on a mesh. A dimension is replicated if the mesh axes of its spec do not divide it."""
 
     def divides(axis, size):
         names = (axis,) if isinstance(axis, str) else axis or ()
@@ -37,7 +37,7 @@ def put(where, value, spec=SPEC):
 
 
 def partition(kind: str, spec=SPEC) -> dict:
-    """The arguments of attention that say how queries lie, where types do not."""
+    """The arguments of attention that give the sharding of queries, where array types do not show it."""
     return {} if kind == "explicit" else {"partition": spec}
 
 
@@ -50,13 +50,13 @@ def same(found, wanted, tolerance=1e-5):
 
 
 def gradients(function):
-    """Gradients of sums of what ``function(tree) -> (out, lse)`` gives, every number weighed differently, and both."""
+    """A function that returns the gradients of a weighted sum of ``out, lse = function(tree)``, and ``(out, lse)``."""
 
     def weigh(x):
         return jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
 
-    def loss(made):
-        out, lse = function(made)
+    def loss(tree):
+        out, lse = function(tree)
         seen = jnp.where(jnp.isneginf(lse), 0, lse)
         return (out * weigh(out)).sum() + (seen * weigh(seen)).sum(), (out, lse)
 

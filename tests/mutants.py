@@ -1,17 +1,17 @@
-"""Draws small faults into lines that compute, and asks the suite to find them.
+"""Mutation testing: makes small changes in lines that compute, and checks that the test suite notices them.
 
     PYTHONPATH=.:tests pytest -p lines --lines LINES
     python tests/mutants.py LINES REPORT [--seed 0] [--count 100] [--workers 1]
 
-A mutant is one change of one expression: another operator, comparison or function, a number one larger, a sign left
-out. The first command notes in the folder LINES which test files run which lines (`tests/lines.py`). Of every mutant,
-in a copy of the repository, the test files that run its line are asked, those that run the least code first; at the
-first failure it is killed. If no test of this process runs the line, the whole suite is asked. REPORT is a file of JSON
-lines, one for each mutant, and is resumed. Changes that no test could find, because the program means the same, are in
-``EQUIVALENT`` with the reason, and others are drawn in their place.
+A mutant is one change of one expression: a different operator, comparison or function, a number one larger, or a
+removed sign. The first command records in the folder LINES which test files run which lines (`tests/lines.py`). Each
+mutant is applied in a copy of the repository. Then the test files that run its line are run there, first those that run
+the least code; the first failure kills the mutant. If no test runs the line in its own process, the whole suite is run.
+REPORT is a file of JSON lines, one for each mutant; an interrupted run resumes from it. Changes that no test can
+notice, because the program behaves the same, are in ``EQUIVALENT`` with the reason and are not drawn.
 
-mutmut rewrites every function into a chooser of mutants, which ``jit`` and frozen dataclasses do not survive, and
-cosmic-ray runs one command for all mutants and changes annotations too; so the draw is our own.
+Two existing tools do not fit. mutmut replaces every function by one that chooses a mutant, which breaks ``jit`` and
+frozen dataclasses. cosmic-ray runs one command for all mutants, and changes annotations too.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# posjax whole, and of the trainer what computes numbers.
+# All of posjax, and the parts of the trainer that compute numbers.
 COMPUTING = (
     "posjax/**/*.py",
     "train/loop/*.py",
@@ -64,13 +64,13 @@ _PAIRS = (
 )  # fmt: skip
 FUNCTIONS = dict(_PAIRS) | {after: before for before, after in _PAIRS}
 
-# (file, line without spaces around it, what stands there instead): why no test can tell them apart.
+# (file, line without leading and trailing spaces, new expression): why no test can notice the change.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "posjax/rotary/generators.py",
         "diagonal = omega[..., None] * np.eye(omega.shape[-1])",
         "(1)",
-    ): "there are two axes",
+    ): "the array has two axes, so axes 1 and -1 are the same",
     (
         "posjax/linear/kernels.py",
         "unit = x * jax.lax.rsqrt(jnp.where(squared > 0, squared, 1))",
@@ -80,42 +80,42 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "posjax/masks/by_token.py",
         "return Segments(jnp.where(valid, 0, -1).astype(jnp.int32))",
         "1",
-    ): "any id that is not negative is one document",
+    ): "all valid tokens have the same id, and any id that is not negative will do",
     (
         "posjax/attention/api.py",
         "fewer = queries < keys",
         "(queries <= keys)",
-    ): "where they are as many, nothing is refused and nothing said",
+    ): "if there are as many queries as keys, no error is raised and the message is not used",
     (
         "posjax/training_positions.py",
         "return jnp.sort(jax.lax.top_k(words, count)[1].astype(jnp.int32), axis=-1)",
         "(1)",
-    ): "there are two axes",
+    ): "the array has two axes, so axes 1 and -1 are the same",
     (
         "posjax/attention/checks.py",
         "return int(ahead[np.argmax(np.any(seen, axis=tuple(range(np.ndim(seen) - 1))))])",
         "2",
-    ): "there is one query, so its axis may stay",
+    ): "there is only one query, so its axis need not be reduced",
     (
         "posjax/masks/by_position.py",
         "return np.reshape(np.asarray(self.dilation, np.int32), (1, -1, 1, 1))",
         "2",
-    ): "of -1: NumPy fills in any negative size",
+    ): "of the 1 in -1: NumPy infers the size for any negative number",
     (
         "posjax/attention/tpu/terms.py",
         "vector = jnp.zeros_like(sums, shape=(sums.shape[0], size))",
         "(jnp.ones_like(sums, shape=(sums.shape[0], size)))",
-    ): "a linear function has one transpose, wherever it is taken",
+    ): "the function is linear, so its transpose is the same at every point",
     (
         "posjax/rotary/base.py",
         "for _ in range(6):",
         "7",
-    ): "another step of Newton's method only skips more of what is negative anyway",
+    ): "a seventh step of Newton's method only skips a little more of an interval that is negative anyway",
     (
         "posjax/attention/tpu/forward.py",
         "if kind.masked or len(found) > 1:",
         "(len(found) >= 1)",
-    ): "with neither a mask nor remapped pairs, the pattern finds nothing to do",
+    ): "with neither a mask nor remapped pairs, the pattern changes nothing",
     (
         "posjax/rotary/generators.py",
         'check_even("the size of the generators", matrices.shape[1])',
@@ -125,47 +125,47 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "posjax/layout.py",
         "first, last = x.reshape(2, self.shards, -1, *x.shape[1:])",
         "2",
-    ): "for x.shape[1:]: -1 takes in the axis that is left out, and the caller gives the whole its shape back",
+    ): "of the 1 in x.shape[1:]: -1 then includes the omitted axis, and the caller restores the shape",
     (
         "train/model/extension.py",
         'if {"factor", "original_length"} <= given.keys():',
         "({'factor', 'original_length'} < given.keys())",
-    ): "the mapping has a name too",
+    ): "the mapping also has the key 'name', so the two sets are never equal",
     (
         "posjax/attention/tpu/backward_dma.py",
         "wait = partial(for_pairs, row.pairs, choice, lambda _, to: row.stored(0, 0, to, third).wait())",
         "1",
-    ): "to wait for a copy needs its size alone, whatever its source is",
+    ): "waiting for a copy uses only its size, not its source",
     (
         "train/monitor/meter.py",
         '(getattr(device, "slice_index", 0), tuple(getattr(device, "coords", None) or (device.id,)))',
         "1",
-    ): "either all devices have a slice or none",
+    ): "either all devices have a slice_index or none has, so any default gives the same groups",
     (
         "posjax/rotary/base.py",
         "negative = np.flatnonzero(_sums(inverse_frequencies, start, stop) < 0)",
         "(_sums(inverse_frequencies, start, stop) <= 0)",
-    ): "no sum of cosines is 0 to the last bit",
+    ): "no sum of cosines is exactly 0",
     (
         "posjax/nn/huggingface/load.py",
         "model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))",
         "1",
-    ): "of what is drawn, shapes alone are used",
+    ): "of the seed: only the shapes of the parameters are used",
     (
         "posjax/nn/decoder.py",
         "graph, wanted = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))",
         "1",
-    ): "of what is drawn, shapes alone are used",
+    ): "of the seed: only the shapes of the parameters are used",
     (
         "posjax/attention/online.py",
         "total = jnp.where(seen, self.total, 1)",
         "2",
-    ): "of a row that sees nothing, the divided sum is 0 and the logarithm is not taken",
+    ): "for a row that sees nothing, the sum that is divided is 0, and the logarithm is not used",
     (
         "posjax/attention/api.py",
         "finite = jnp.where(seen, lse, 0)",
         "1",
-    ): "of a row that sees nothing, neither it nor what follows from it is taken",
+    ): "for a row that sees nothing, neither this number nor anything computed from it is used",
     (
         "posjax/rotary/base.py",
         "columns = math.isqrt(stop - start) + 1",
@@ -175,17 +175,17 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "posjax/rotary/longrope.py",
         "return _Individual(tuple(steps.tolist()), a.first if random.random() < 0.5 else b.first)",
         "(random.random() <= 0.5)",
-    ): "a drawn number is a half once in 2^53",
+    ): "a random number is exactly 0.5 only once in 2^53",
     (
         "posjax/scales.py",
         "for _ in range(6):",
         "7",
-    ): "the root is found by then to rounding",
+    ): "after 6 steps the root is exact up to rounding",
     (
         "posjax/rotary/generators.py",
         "weights = np.random.default_rng(0).uniform(1, 2, len(matrices))",
         "1",
-    ): "of the seed: any mixture finds the planes",
+    ): "of the seed: any random mixture finds the planes",
     (
         "posjax/attention/tiles.py",
         "order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1, stable=True)",
@@ -195,22 +195,22 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "posjax/attention/tpu/forward_dma.py",
         "return [buffers, sums, pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((copies, 2))]",
         "3",
-    ): "of the numbers in SMEM: one more is never used",
+    ): "of the size in SMEM: one more number is never used",
     (
         "posjax/diagnostics/rotation.py",
         "return np.abs(_phasors(rule, distances, head_dim, options).cumsum(-1)).mean(-1)",
         "(1)",
-    ): "there are two axes",
+    ): "the array has two axes, so axes 1 and -1 are the same",
     (
         "train/model/sharding.py",
         'LENGTH_AXES = {"positions": -1, "coordinates": -2}',
         "(1)",
-    ): "positions have two axes",
+    ): "positions have two axes, so axes 1 and -1 are the same",
     (
         "posjax/diagnostics/anomaly.py",
         "query = 2 * jnp.square(q) + 0j",
         "3",
-    ): "it is counted where a score rises, whatever its scale",
+    ): "the places where a score rises are counted, and they do not depend on its scale",
 }
 
 SECONDS = 1800
@@ -237,7 +237,7 @@ class Mutant:
 
 
 def changes(node: ast.AST) -> Iterator[str]:
-    """The sources of what may stand in the place of an expression."""
+    """The source code of everything that may replace an expression."""
     match node:
         case ast.BinOp(op=op) if type(op) in OPERATORS and not _of_text(node):
             yield _unparsed(ast.BinOp(node.left, OPERATORS[type(op)](), node.right))
@@ -256,7 +256,7 @@ def changes(node: ast.AST) -> Iterator[str]:
 
 
 def _of_text(node: ast.BinOp) -> bool:
-    """Whether text is joined or filled in, which is no arithmetic."""
+    """Whether text is concatenated or formatted, which is not arithmetic."""
     return any(isinstance(part, ast.JoinedStr | ast.Constant) and not _is_number(part) for part in ast.walk(node))
 
 
@@ -306,7 +306,7 @@ def _line(text: str, mutant: Mutant) -> str:
 
 
 def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
-    """``count`` mutants, each of another line; every line that computes is as likely, whatever its file."""
+    """``count`` mutants of different lines. Every line that computes is equally likely, whatever its file."""
     lines: dict[tuple[str, int], list[Mutant]] = {}
     for path in sorted({path for pattern in COMPUTING for path in root.glob(pattern)}):
         name = path.relative_to(root).as_posix()
@@ -317,30 +317,30 @@ def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
 
 
 class Runs:
-    """Which test files run which lines, from what `tests/lines.py` wrote."""
+    """Which test files run which lines, as `tests/lines.py` recorded it."""
 
     def __init__(self, folder: Path):
         self._tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         self._breadth: Counter[str] = Counter()
         for file in folder.glob("*.json"):
-            noted = json.loads(file.read_text())
-            for path, lines in noted["lines"].items():
-                self._breadth[noted["test"]] += len(lines)
+            record = json.loads(file.read_text())
+            for path, lines in record["lines"].items():
+                self._breadth[record["test"]] += len(lines)
                 for line in lines:
-                    self._tests[path][line].add(noted["test"])
+                    self._tests[path][line].add(record["test"])
 
     def of(self, mutant: Mutant) -> list[str]:
-        """The test files that run a mutant's line, or the nearest noted one before it: those of the least code first.
+        """The test files that run a mutant's line, or the nearest recorded one before it; the smallest first.
 
-        Python notes some lines of a statement alone.
+        The nearest line is needed because Python reports only some lines of a statement that spans several.
         """
-        noted = self._tests.get(mutant.path, {})
-        tests = noted.get(max((line for line in noted if line <= mutant.line), default=0), set())
+        recorded = self._tests.get(mutant.path, {})
+        tests = recorded.get(max((line for line in recorded if line <= mutant.line), default=0), set())
         return sorted(tests, key=lambda test: (self._breadth[test], test))
 
 
 def judged(copy: Path, mutant: Mutant, tests: Sequence[str]) -> dict:
-    """What became of a mutant: killed by which of the test files, or alive after all of them."""
+    """The result for a mutant: the test that killed it, or None if all tests passed."""
     file = copy / mutant.path
     original, start = file.read_text(encoding="utf-8"), time.perf_counter()
     file.write_text(mutant.applied(original), encoding="utf-8")
@@ -361,12 +361,12 @@ def failing(copy: Path, arguments: Sequence[str], seconds: float) -> str | None:
         return "time"
     if done.returncode == 0:
         return None
-    told = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-    return told[1] if told else f"pytest ended with {done.returncode}"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    return failed[1] if failed else f"pytest ended with {done.returncode}"
 
 
 def copied(root: Path, place: Path) -> Path:
-    """The files that git knows, as they are now."""
+    """Copies the tracked files, as they are now, to ``place`` and returns it."""
     names = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout
     for name in names.splitlines():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -375,12 +375,12 @@ def copied(root: Path, place: Path) -> Path:
 
 
 def described(line: dict) -> str:
-    """What became of a mutant, for a reader."""
+    """The result for a mutant, as a line to read."""
     return f"{line['path']}:{line['line']}: {line['now']} -> {line['instead']}: {line['killed_by'] or 'ALIVE'}"
 
 
 def read(file: Path) -> list[dict]:
-    """The lines of a report; none before it is begun."""
+    """The lines of a report; none if it does not exist yet."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -391,13 +391,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--workers", type=int, default=1, help="mutants judged at the same time")
-    asked = parser.parse_args()
-    runs = Runs(asked.lines)
-    done = [Mutant(**{name: line[name] for name in Mutant.__dataclass_fields__}) for line in read(asked.report)]
-    left = [mutant for mutant in drawn(ROOT, asked.seed, asked.count) if mutant not in done]
-    with ExitStack() as stack, asked.report.open("a") as lines:
+    arguments = parser.parse_args()
+    runs = Runs(arguments.lines)
+    done = [Mutant(**{name: line[name] for name in Mutant.__dataclass_fields__}) for line in read(arguments.report)]
+    remaining = [mutant for mutant in drawn(ROOT, arguments.seed, arguments.count) if mutant not in done]
+    with ExitStack() as stack, arguments.report.open("a") as report:
         copies = Queue()
-        for _ in range(asked.workers):
+        for _ in range(arguments.workers):
             copies.put(copied(ROOT, Path(stack.enter_context(tempfile.TemporaryDirectory()))))
 
         def judge(mutant: Mutant) -> dict:
@@ -407,11 +407,11 @@ def main() -> None:
             finally:
                 copies.put(copy)
 
-        for verdict in ThreadPool(asked.workers).imap_unordered(judge, left):
-            print(json.dumps(verdict), file=lines, flush=True)
+        for verdict in ThreadPool(arguments.workers).imap_unordered(judge, remaining):
+            print(json.dumps(verdict), file=report, flush=True)
             print(described(verdict), flush=True)
-    alive = [line for line in read(asked.report) if line["killed_by"] is None]
-    print(f"{len(alive)} of {asked.count} are alive")
+    alive = [line for line in read(arguments.report) if line["killed_by"] is None]
+    print(f"{len(alive)} of {arguments.count} are alive")
 
 
 if __name__ == "__main__":

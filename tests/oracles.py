@@ -10,8 +10,8 @@ def attention(q, k, v, *, bias=None, allowed=None, scale=None, sinks=None, softc
         q, k, v: ``[batch, length, heads, size]``.
         bias: ``[heads, q, k]`` or ``[batch, heads, q, k]``.
         allowed: bool, broadcastable to ``[batch, heads, q, k]``.
-        remap: ``(q, k, where)`` of other features for the pairs of ``where``, bool ``[batch or 1, 1, q, k]``.
-        decay: ``[batch or 1, 1, q, k, size]``, a factor of every feature's part in a score.
+        remap: ``(q, k, where)``, other features for the pairs in ``where``, bool ``[batch or 1, 1, q, k]``.
+        decay: ``[batch or 1, 1, q, k, size]``, a factor for the term of every feature in a score.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     (batch, queries, heads, size), keys = q.shape, k.shape[1]

@@ -1,4 +1,4 @@
-"""Programs that the runs of a test file share, which are traced and compiled once."""
+"""A context in which the runs of a test file share programs, so that each is traced and compiled once."""
 
 from contextlib import contextmanager
 
@@ -10,9 +10,9 @@ from train.loop import fit
 
 @contextmanager
 def shared_programs():
-    """Inside it, runs that differ in their text, name or place alone share a program, and are checked once.
+    """In this context, runs that differ only in text, name or output folder share a program and are checked once.
 
-    Of a tokenizer a program knows the size, and the special tokens where it predicts masked ones.
+    A program depends on the size of the tokenizer; one that predicts masked tokens also on its special tokens.
     """
     built, checked = {}, set()
     build_program, check_model, check_continues = fit.build_program, fit.check_model, fit.check_continues
@@ -23,16 +23,16 @@ def shared_programs():
         return repr((config.seed, config.model, config.scheme, config.init.values, config.train, tokenizer))
 
     def build_once(config, mesh):
-        whole = key(config), mesh
-        if whole not in built:
-            built[whole] = build_program(config, mesh)
-        return built[whole]
+        program_key = key(config), mesh
+        if program_key not in built:
+            built[program_key] = build_program(config, mesh)
+        return built[program_key]
 
     def check_once(config):
-        whole = key(config), repr(config.data)
-        if whole not in checked:
+        check_key = key(config), repr(config.data)
+        if check_key not in checked:
             check_model(config)
-        checked.add(whole)
+        checked.add(check_key)
 
     def check_pair_once(before, after):
         pair = key(before), key(after)

@@ -1,4 +1,4 @@
-"""A tiny released model with a tokenizer of its own, as a folder."""
+"""Writes a tiny released model and its tokenizer into a folder."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ GPT2 = {
     "norm": Norm("layer", 1e-5, bias=True),
     "biases": ("qkv", "output", "mlp"),
 }
-"""What makes GPT-2 of the model that `write_released` writes."""
+"""Changes that make the model of `write_released` a GPT-2."""
 
 
 def write_tokenizer(folder: Path, text: str, size: int) -> None:
@@ -46,7 +46,7 @@ def write_tokenizer(folder: Path, text: str, size: int) -> None:
 
 
 def write_released(folder: Path, seed: int = 0, **changes) -> Decoder:
-    """A random Llama of two layers in ``folder``, with changes of its config; returned as it was written."""
+    """Writes a random Llama of two layers, with ``changes`` of its config, into ``folder`` and returns it."""
     scheme = pj.Scheme(features=rotary.Rotary(rotary.Plain(500.0)))
     config = DecoderConfig(
         vocab_size=VOCABULARY,
@@ -70,7 +70,7 @@ def write_released(folder: Path, seed: int = 0, **changes) -> Decoder:
 
 
 def few_steps(released: Path, folder: Path) -> dict[str, Any]:
-    """The values of a config of a few steps from a released model, with text in ``folder``."""
+    """Config values for a few training steps from a released model. Writes the text for them into ``folder``."""
     for n in range(6):
         (folder / f"{n}.txt").write_text(f"{TEXT} " * 6)
     return {
@@ -93,7 +93,7 @@ def few_steps(released: Path, folder: Path) -> dict[str, Any]:
 
 
 def with_changes(values: dict[str, Any], **sections: Any) -> Config:
-    """The config of the values, with changes of some sections and others as a whole."""
+    """The config of ``values``; a dict in ``sections`` updates that section, any other value replaces it."""
     changed = {
         key: {**values.get(key, {}), **change} if isinstance(change, dict) else change
         for key, change in sections.items()
@@ -102,7 +102,7 @@ def with_changes(values: dict[str, Any], **sections: Any) -> Config:
 
 
 def _drawn(random: np.random.Generator, path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Large matrices of layers, smaller biases and embeddings, and gains that are not all 1."""
+    """Random numbers: large for matrices of layers, smaller for biases and embeddings; gains are around 1."""
     numbers = random.normal(0, 0.4 if leaf.ndim > 2 else 0.1, leaf.shape) + ("gain" in jax.tree_util.keystr(path))
     return jax.device_put(numbers.astype(leaf.dtype))
 

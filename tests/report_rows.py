@@ -6,7 +6,7 @@ LENGTHS = (32, 64, 128, 256, 512)
 
 
 def text(label, perplexities, *, base=None, family="", seed=0, lengths=LENGTHS, train_length=32, **others):
-    """Rows of perplexity of one scheme and seed, on 16,384 tokens; None for what failed."""
+    """Rows of perplexity for one scheme and seed, on 16,384 tokens; None is a failed evaluation."""
     return [
         {
             "label": label, "base": base, "family": family, "seed": seed, "length": length,
@@ -21,7 +21,7 @@ def text(label, perplexities, *, base=None, family="", seed=0, lengths=LENGTHS, 
 
 
 def task(name, label, shares, *, seed=0, lengths=LENGTHS, chance=0.01, base=None, family="", cases=40, depth=None):
-    """Rows of a task of one scheme and seed."""
+    """Rows of a task for one scheme and seed."""
     return [
         {
             "label": label, "base": base, "family": family, "seed": seed, "train_length": 32, "task": name,
@@ -58,7 +58,7 @@ EXTENSIONS = {
 
 
 def zoo(seeds=4):
-    """Forty schemes of all families, with seeds; all end close together, as names at the ends of lines find hardest."""
+    """Forty schemes of all families, with seeds. Their curves end at seven values, so the labels there are crowded."""
     rows = []
     for family, roots in FAMILIES.items():
         for root in roots:

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def turn(x, angles, pairing="half"):
-    """``x [..., length, heads, d]`` turned by ``angles``, which broadcast to ``[..., length, heads, d/2]``."""
+    """``x [..., length, heads, d]`` rotated by ``angles``, which broadcast to ``[..., length, heads, d/2]``."""
     x, half = np.asarray(x, np.float64), x.shape[-1] // 2
     a, b = (x[..., :half], x[..., half:]) if pairing == "half" else (x[..., 0::2], x[..., 1::2])
     z = (a + 1j * b) * np.exp(1j * np.asarray(angles))

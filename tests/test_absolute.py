@@ -32,7 +32,7 @@ def test_sinusoidal_is_exact_at_every_position(convention):
     np.testing.assert_allclose(found, reference(POSITIONS, convention), atol=2e-6)
 
 
-def test_sinusoidal_prints_the_paper():
+def test_sinusoidal_gives_the_values_of_the_papers():
     """Position 1 of size 4: sin 1, cos 1, sin .01, cos .01; tensor2tensor ends at frequency 1/base."""
     found = jax.jit(lambda one: [sinusoidal(one, 4, convention=name)[0] for name in absolute.CONVENTIONS])(
         np.array([1])
@@ -44,7 +44,7 @@ def test_sinusoidal_prints_the_paper():
 
 
 def test_sinusoidal_is_interleaved_by_default():
-    """Operation by operation."""
+    """Called without ``jit``, so every operation runs by itself."""
     np.testing.assert_allclose(sinusoidal(np.array([1]), 4)[0, :2], [0.84147098, 0.54030231], atol=1e-7)
 
 

@@ -1,4 +1,4 @@
-"""Axes that arrays declare: what is cut, and mapped, and what stays, on numbers that say where they stand."""
+"""The axes that arrays declare: which arrays are sliced or mapped along an axis, and which stay as they are."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,7 +16,7 @@ from posjax.positions import Range
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Part(WithAxes):
-    """Something of queries and keys, something of pairs, and something whole."""
+    """Arrays of queries, of keys and of pairs, and one that declares no axes."""
 
     q: jax.Array
     k: jax.Array
@@ -77,13 +77,13 @@ def test_an_axis_is_cut_wherever_it_is_named():
     np.testing.assert_array_equal(narrowed(Whole((), numbers(2, 6)), batch=(1, 1)).q_positions, numbers(2, 6)[1:])
 
 
-def test_an_axis_of_one_is_for_all():
+def test_an_axis_of_size_one_is_not_cut():
     some = narrowed(PART, keys=(2, 3))
     np.testing.assert_array_equal(some.k, PART.k[:, 2:])
     assert some.pairs is PART.pairs
 
 
-def test_tokens_of_queries_and_of_keys_are_mapped_apart():
+def test_tokens_of_queries_and_of_keys_are_mapped_separately():
     mapped = map_tokens(
         Whole((PART,), Range(0, 6)), lambda x, axis: np.flip(x, axis), lambda x, axis: np.roll(x, 1, axis)
     )

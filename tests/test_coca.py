@@ -137,7 +137,7 @@ def test_t4_shift_changes_nothing(variant):
 
 
 def test_t4_shift_changes_slack():
-    """By 21 to 57% of the Frobenius norm, for random inputs and shifts of up to a thousand; the more, the further."""
+    """For random inputs and shifts of 10 to 1000, scores change by 21 to 57% of their norm; more for larger shifts."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 64, 1, 64)).astype(np.float32)
     t = rng.standard_normal((1, 64, 1, 32)).astype(np.float32)
@@ -151,7 +151,7 @@ def test_t4_shift_changes_slack():
 
 
 def strict_decay(distances, seed=0):
-    """One strict query and key, at each distance behind position 5000."""
+    """Strict scores of one query at position 5000 and one key at each distance before it; and that query and key."""
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((1, 1, 1, SIZE)).astype(np.float32)
     t = np.abs(rng.standard_normal((1, 1, 1, SIZE // 2))).astype(np.float32)
@@ -243,7 +243,7 @@ def test_slack_is_relative_plus_absolute():
 
 
 def test_expectation_of_slack_over_isotropic_queries():
-    """t r^2 cos(m theta) cos(n theta): the mean over eight equally spaced angles is that over all of them."""
+    """t r^2 cos(m theta) cos(n theta): the mean over eight equally spaced angles is the mean over all angles."""
     t = inputs()[1]
     angle = np.arange(8) * np.pi / 4
     radius = np.linspace(0.5, 2, SIZE // 2)

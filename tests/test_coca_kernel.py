@@ -1,4 +1,4 @@
-"""CoCA's features as a kernel for TPUs, interpreted, against NumPy in float64; where it stands, and its derivatives."""
+"""The TPU kernel of CoCA's features, interpreted, against NumPy in float64; where it is used, and its derivatives."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ ROWS, TOKENS, HEADS = 2, 256, 4
 INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan")
 FORMULAS = planes.QUERY | {"key": planes.key}
 ONE = ("tied", "key")
-"""Those of planes with one component."""
+"""Features whose planes have one component."""
 CASES = [(name, pairing) for name in FORMULAS for pairing in ((None,) if name in ONE else ("half", "interleaved"))]
 SIZES = [(128, np.float32, 2e-6), (128, jnp.bfloat16, 2**-8), (256, jnp.bfloat16, 2**-8)]
 cases = pytest.mark.parametrize(("name", "pairing"), CASES)
@@ -38,7 +38,7 @@ def of_angles(angles):
     return np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32)
 
 
-def taken_apart(x, size: int, pairing: str | None):
+def components(x, size: int, pairing: str | None):
     """Components ``[2 or 1, ..., planes]`` in float64."""
     x = np.asarray(x, np.float64).reshape(
         *x.shape[:-1], *((size // 2, -1) if pairing == "interleaved" else (-1, size // 2))
@@ -47,7 +47,7 @@ def taken_apart(x, size: int, pairing: str | None):
 
 
 def wanted(name: str, parts, angles):
-    """Both features of every plane: ``z e^{i angle}`` and its relatives, of the complex number ``z = x + iy``."""
+    """Both features of every plane in float64, computed with complex numbers ``z = x + iy``."""
     turn = np.exp(1j * angles)[:, :, None]
     if name == "key":
         found = np.maximum(parts[0], 0) * turn
@@ -62,7 +62,7 @@ def wanted(name: str, parts, angles):
 
 
 def wanted_gradient(name: str, parts, angles, cotangent):
-    """Planes are apart from each other: all are moved at once, by each component; ``[2 or 1, ..., planes]``."""
+    """By central differences. Planes are independent, so one step moves all of them; ``[2 or 1, ..., planes]``."""
     step = 1e-6
     moves = [step * (np.arange(len(parts)) == n).reshape(-1, 1, 1, 1, 1) for n in range(len(parts))]
     slopes = [wanted(name, parts + move, angles) - wanted(name, parts - move, angles) for move in moves]
@@ -77,7 +77,7 @@ def test_the_kernel_makes_the_features(name, pairing, size, dtype, tolerance):
     got = np.asarray(jax.jit(run)(x, *of_angles(angles)))
     chex.assert_shape(got, (ROWS, TOKENS, HEADS, size))
     assert got.dtype == dtype
-    first, second = wanted(name, taken_apart(x, size, pairing), angles)
+    first, second = wanted(name, components(x, size, pairing), angles)
     want = np.concatenate([first, second], -1)
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=tolerance, atol=tolerance * abs(want).max() / 8)
 
@@ -90,9 +90,9 @@ def test_the_kernel_carries_cotangents_back(name, pairing, size, dtype, toleranc
     got = np.asarray(jax.jit(run)(x, *of_angles(angles), cotangent))
     chex.assert_shape(got, x.shape)
     assert got.dtype == dtype
-    parts, by_feature = taken_apart(x, size, pairing), taken_apart(cotangent, size, "half")
+    parts, by_feature = components(x, size, pairing), components(cotangent, size, "half")
     want = wanted_gradient(name, parts, angles, by_feature)
-    got = taken_apart(got, size, pairing)
+    got = components(got, size, pairing)
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * abs(want).max() / 8)
 
 
@@ -103,10 +103,10 @@ def test_rows_share_a_table(pairing):
         partial(f, formula=planes.slack, pairing=pairing, interpret=INTERPRET) for f in (tpu.features, tpu.gradient)
     ]
     got = jax.jit(lambda *table: (both[0](x, *table), both[1](x, *table, cotangent)))(*of_angles(angles[0]))
-    parts, by_feature = taken_apart(x, 128, pairing), taken_apart(cotangent, 128, "half")
-    np.testing.assert_allclose(taken_apart(got[0], 128, "half"), wanted("slack", parts, angles[:1]), atol=1e-5)
+    parts, by_feature = components(x, 128, pairing), components(cotangent, 128, "half")
+    np.testing.assert_allclose(components(got[0], 128, "half"), wanted("slack", parts, angles[:1]), atol=1e-5)
     want = wanted_gradient("slack", parts, angles[:1], by_feature)
-    np.testing.assert_allclose(taken_apart(got[1], 128, pairing), want, atol=1e-5)
+    np.testing.assert_allclose(components(got[1], 128, pairing), want, atol=1e-5)
 
 
 def table(angles) -> RotaryTable:
@@ -114,7 +114,7 @@ def table(angles) -> RotaryTable:
 
 
 def kernels(function, *arguments, platform: str = "tpu") -> list[bool]:
-    """Whether the program holds the kernel of features, and that of gradients."""
+    """Whether the program has the kernel of features, and that of gradients."""
     text = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
     return ["posjax_coca\\22" in text or 'posjax_coca"' in text, "posjax_coca_gradient" in text]
 
@@ -123,7 +123,7 @@ def shape(*sizes: int, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def at_first(function, x, width: int, **options):
+def at_positions_from_0(function, x, width: int, **options):
     """Features at positions 0, 1, 2, ... of heads that are ``width`` wide."""
     return function(x, pj.rotary_table(np.arange(x.shape[1]), pj.rotary.inverse_frequencies(width)), **options)
 
@@ -138,8 +138,8 @@ def loss(function, x):
      (shape(2, 200, 3, 128), False), (shape(2, 256, 3, 128, dtype=jnp.float16), False)],
 )  # fmt: skip
 @pytest.mark.parametrize("variant", ["strict", "slack", "relative"])
-def test_queries_have_it_where_heads_fill_lanes_and_tokens_blocks(x, taken, variant):
-    run = partial(at_first, coca.query_feature, width=x.shape[-1], variant=variant)
+def test_queries_use_the_kernel_where_heads_fill_lanes_and_tokens_fill_blocks(x, taken, variant):
+    run = partial(at_positions_from_0, coca.query_feature, width=x.shape[-1], variant=variant)
     assert kernels(run, x) == [taken, False]
     assert kernels(jax.grad(partial(loss, run)), x) == [taken, taken]
     assert kernels(jax.grad(partial(loss, run)), x, platform="cpu") == [False, False]
@@ -150,25 +150,25 @@ def test_queries_have_it_where_heads_fill_lanes_and_tokens_blocks(x, taken, vari
     [(shape(2, 256, 2, 64), True), (shape(2, 256, 3, 128), True), (shape(2, 256, 3, 64), False),
      (shape(2, 256, 2, 32), False), (shape(2, 1, 2, 64), False)],
 )  # fmt: skip
-def test_keys_have_it_where_several_heads_fill_lanes(t, taken):
-    run = partial(at_first, coca.key_feature, width=2 * t.shape[-1])
-    tied = partial(at_first, coca.query_feature, width=2 * t.shape[-1], variant="tied")
+def test_keys_use_the_kernel_where_several_heads_fill_lanes(t, taken):
+    run = partial(at_positions_from_0, coca.key_feature, width=2 * t.shape[-1])
+    tied = partial(at_positions_from_0, coca.query_feature, width=2 * t.shape[-1], variant="tied")
     for function in (run, tied):
         assert kernels(function, t) == [taken, False]
         assert kernels(jax.grad(partial(loss, function)), t) == [taken, taken]
 
 
-def test_a_mesh_that_the_compiler_divides_has_none_and_a_shard_map_has_it():
+def test_an_automatic_mesh_does_not_use_the_kernel_and_a_shard_map_does():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8, 256, 3, 128), jnp.float32, sharding=rows)
-    gradient = jax.grad(partial(loss, partial(at_first, coca.query_feature, width=128, variant="strict")))
+    gradient = jax.grad(partial(loss, partial(at_positions_from_0, coca.query_feature, width=128, variant="strict")))
     with jax.set_mesh(mesh):
         assert kernels(gradient, x) == [False, False]
         assert kernels(jax.shard_map(gradient, in_specs=rows.spec, out_specs=rows.spec), x) == [True, True]
 
 
-def test_devices_that_share_queries_and_not_the_table_have_none():
+def test_shared_queries_with_a_split_table_do_not_use_the_kernel():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x, angles = shape(1, 128, 2, 128, dtype=jnp.float32), shape(8, 128, 64, dtype=jnp.float32)
 
@@ -184,14 +184,14 @@ def test_devices_that_share_queries_and_not_the_table_have_none():
 
 
 @pytest.fixture(params=["xla", "kernels"])
-def made(request, monkeypatch):
-    """Features by the operation, as other platforms run it and as TPUs do, with kernels interpreted."""
+def by_operation(request, monkeypatch):
+    """The operation that makes features: as on other platforms, and as on TPUs with the kernels interpreted."""
     if request.param == "kernels":
         for kernel in ("features", "gradient"):
             monkeypatch.setattr(tpu, kernel, partial(getattr(tpu, kernel), interpret=True))
         for kind in (planes._Feature, planes._Cotangent):
             monkeypatch.setattr(kind, "on", lambda self, platform, *arrays, on=kind.on: on(self, "tpu", *arrays))
-    formulas = {name: partial(formula) for name, formula in FORMULAS.items()}  # so that no compiled program is found
+    formulas = {name: partial(formula) for name, formula in FORMULAS.items()}  # new objects have no cached programs
 
     def run(name, pairing, x, angles):
         return planes.feature(formulas[name], pairing, *table(angles), x)
@@ -200,13 +200,13 @@ def made(request, monkeypatch):
 
 
 def by_formula(name, pairing, x, angles):
-    """The same as plain JAX."""
+    """The same features in plain JAX."""
     parts = (x,) if pairing is None else planes.split(x, pairing)
     return jnp.concatenate(FORMULAS[name](*parts, *(part[:, :, None] for part in table(angles))), -1)
 
 
 def derivatives(f, x, angles, tangent):
-    """Of first and second order, in every combination, mapped, and rematerialised in a loop."""
+    """Derivatives of first and second order, in all combinations of modes, mapped, and rematerialised in a loop."""
     gradient = jax.grad(f, (0, 1))
 
     def in_loop(x, angles):
@@ -233,7 +233,7 @@ def derivatives(f, x, angles, tangent):
     ("name", "pairing"),
     [("strict", "half"), ("slack", "interleaved"), ("relative", "half"), ("tied", None), ("key", None)],
 )
-def test_derivatives_are_those_of_the_formula(name, pairing, made):
+def test_derivatives_are_those_of_the_formula(name, pairing, by_operation):
     x, angles, weights = (jnp.asarray(a[:, :128, :2], jnp.float32) for a in values(name))
     angles = jnp.asarray(values(name)[1][:, :128], jnp.float32)
 
@@ -242,22 +242,23 @@ def test_derivatives_are_those_of_the_formula(name, pairing, made):
 
     tangent = jnp.cos(3 * x), jnp.sin(angles)
     got, want = (
-        jax.jit(partial(derivatives, partial(total, function)))(x, angles, tangent) for function in (made, by_formula)
+        jax.jit(partial(derivatives, partial(total, function)))(x, angles, tangent)
+        for function in (by_operation, by_formula)
     )
     for kind, found in want.items():
         scale = max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(found))
         chex.assert_trees_all_close(got[kind], found, rtol=1e-4, atol=2e-6 * float(scale), custom_message=kind)
 
 
-def test_the_gradient_of_queries_has_a_transpose(made):
-    """By what follows the features, as in ``jax.grad`` of a gradient with queries that do not move."""
+def test_the_gradient_of_queries_has_a_transpose(by_operation):
+    """The gradient is linear in the cotangent; here it is differentiated by the cotangent, with constant queries."""
     x, angles, cotangent = (jnp.asarray(a, jnp.float32)[:, :128] for a in values("relative"))
 
     def transpose(function, direction):
         back = jax.vjp(lambda x: function("relative", "half", x, angles), x)[1]
         return jax.grad(lambda g: jnp.vdot(back(g)[0], direction))(cotangent)
 
-    got, want = (jax.jit(partial(transpose, function))(jnp.cos(3 * x)) for function in (made, by_formula))
+    got, want = (jax.jit(partial(transpose, function))(jnp.cos(3 * x)) for function in (by_operation, by_formula))
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -265,17 +266,17 @@ def gradient_of_slack(function, x, angles):
     return jax.grad(lambda *a: jnp.sin(function("slack", "half", *a)).sum(), (0, 1))(x, angles)
 
 
-def test_gradients_are_the_same_eager_and_by_pmap(made):
+def test_gradients_are_the_same_eager_and_by_pmap(by_operation):
     x, angles = (jnp.asarray(a, jnp.float32)[:, :128] for a in values("slack")[:2])
     want = jax.jit(partial(gradient_of_slack, by_formula))(x, angles[:1])
-    ours, devices = partial(gradient_of_slack, made), jax.devices()[:ROWS]
+    ours, devices = partial(gradient_of_slack, by_operation), jax.devices()[:ROWS]
     by_pmap = jax.pmap(ours, in_axes=(0, None), devices=devices)(x[:, None], angles[:1])
     for found in (ours(x, angles[:1]), (by_pmap[0][:, 0], by_pmap[1].sum(0))):
         chex.assert_trees_all_close(found, want, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_are_the_same_in_a_checked_shard_map():
-    """With a table that all devices share. The interpreter of kernels does not take it."""
+    """With a table that all devices share. Without kernels, whose interpreter does not support a checked shard_map."""
     x, angles = (jnp.asarray(a, jnp.float32)[:, :128] for a in values("slack")[:2])
     mesh = jax.make_mesh((ROWS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ROWS])
     specs = PartitionSpec("data"), PartitionSpec()
@@ -291,11 +292,11 @@ def test_gradients_are_the_same_in_a_checked_shard_map():
 
 
 @pytest.mark.parametrize(("variant", "pairing"), [case for case in CASES if case[0] != "key"])
-def test_features_of_queries_and_of_fewer_key_heads(variant, pairing, made):
+def test_features_of_queries_and_of_fewer_key_heads(variant, pairing, by_operation):
     q, angles, _ = values(variant)
     t = values("key")[0][:, :, :2]
     find = partial(coca.features, variant=variant, pairing=pairing or "half")
     found = jax.jit(lambda q, t, angles: find(q, t, table(angles)))(q, t, jnp.asarray(angles, jnp.float32))
     for got, name, x, own in zip(found, (variant, "key"), (q, t), (pairing, None), strict=True):
-        want = wanted(name, taken_apart(x, 128, own), angles)
-        np.testing.assert_allclose(taken_apart(got, 128, "half"), want, rtol=2e-6, atol=1e-5)
+        want = wanted(name, components(x, 128, own), angles)
+        np.testing.assert_allclose(components(got, 128, "half"), want, rtol=2e-6, atol=1e-5)

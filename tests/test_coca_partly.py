@@ -1,4 +1,4 @@
-"""CoCA's constraint in chosen planes: scores against the definition in float64, one plane at a time, and both ends."""
+"""CoCA's constraint in chosen planes: scores against the definition in float64, and the cases of no and all planes."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ def features_of(slot, q, k, shift=0, length=None):
 
 
 def scores(slot, q, k, **where):
-    """From the features, summed in float64."""
+    """Scores from the features, summed in float64."""
     phi, psi = (np.asarray(x, np.float64) for x in features_of(slot, q, k, **where))
     return np.einsum("bmhd,bnhd->bhmn", phi, np.repeat(psi, HEADS // k.shape[2], axis=2))
 
@@ -95,7 +95,7 @@ def test_with_all_planes_it_is_strict_coca_of_merged_keys(pairing, dtype):
         return phi, psi.astype(dtype)
 
     found, wanted = features_of(PartlyCollinear(planes=EVERY, pairing=pairing), q, k), of_coca(q, k)
-    # CoCA's features lie by components, and those of a rotation as its channels do.
+    # CoCA's features are ordered by component; those of a rotation keep the order of the channels.
     by_components = [np.concatenate(components(x, pairing), axis=-1) for x in found]
     chex.assert_trees_all_close(by_components, [np.asarray(x, np.float64) for x in wanted], rtol=1e-6, atol=1e-6)
 
@@ -154,8 +154,8 @@ def test_channels_that_do_not_rotate_belong_to_no_plane():
 
 
 @pytest.mark.parametrize("planes", [SOME, EVERY, NONE])
-def test_dynamic_ntk_after_training_turns_the_planes_of_both_kinds(planes):
-    """A length L above L0 puts base (s L / L0 - s + 1)^(d / (d - 2)) in place of base."""
+def test_dynamic_ntk_after_training_changes_the_planes_of_both_kinds(planes):
+    """At a length L above L0, the base is multiplied by (s L / L0 - s + 1)^(d / (d - 2))."""
     q, k = projections(2)
     trained = pj.scheme("coca-planes", planes=planes)
     extended = trained.extend(frequencies={"name": "dynamic-ntk", "original_length": 32, "factor": 4.0})

@@ -1,4 +1,4 @@
-"""The documentation: every method has a page, pages say what the library says, and the examples run."""
+"""The documentation: every method has a page, the pages agree with the library, and the examples run."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def test_every_preset_and_every_name_of_a_slot_has_a_page():
             assert kind in methods.documents(page), (slot, name)
 
 
-def test_every_page_stands_in_the_menu_once():
+def test_every_page_is_in_the_menu_once():
     text = str(hooks.navigation())
     assert [path for path in PAGES if text.count(f"'{path}.md'") != 1] == []
 
@@ -114,13 +114,13 @@ def test_every_option_is_described():
 
 
 def test_what_a_page_says_of_caches_and_directions():
-    said = {name: pages.facts(PAGES[f"methods/{name}"]) for name in ("rope", "coca-strict", "window", "alibi", "fox")}
-    assert "keys as the norm and the map of keys leave them |" in said["rope"]
-    assert "half-width `t`" in said["coca-strict"]
-    assert "of the last 32 tokens alone" in said["window"]
-    assert "use ALiBi(symmetric=True) when every token sees both sides" in said["alibi"]
-    assert "| reads | the tokens |" in said["fox"]
-    assert "`bias.w` [512, 8]" in said["fox"]
+    facts = {name: pages.facts(PAGES[f"methods/{name}"]) for name in ("rope", "coca-strict", "window", "alibi", "fox")}
+    assert "keys as the norm and the map of keys leave them |" in facts["rope"]
+    assert "half-width `t`" in facts["coca-strict"]
+    assert "of the last 32 tokens alone" in facts["window"]
+    assert "use ALiBi(symmetric=True) when every token sees both sides" in facts["alibi"]
+    assert "| reads | the tokens |" in facts["fox"]
+    assert "`bias.w` [512, 8]" in facts["fox"]
 
 
 def test_examples_are_refused_for_what_they_are_and_not_for_missing_options():
@@ -149,7 +149,7 @@ def test_formulas_in_latex(text, wanted):
     assert found == wanted
 
 
-def test_names_calls_and_values_are_no_formulas():
+def test_names_calls_and_values_are_not_formulas():
     for text in (
         "head_dim",
         "length=512",
@@ -228,12 +228,12 @@ def test_the_examples_of_the_written_pages_run(name):
 
 @pytest.fixture
 def names_of_slots(monkeypatch):
-    """What a test registers is forgotten after it."""
+    """Undoes what a test registers."""
     for slot, names in SLOTS.items():
         monkeypatch.setitem(SLOTS, slot, dict(names))
 
 
-def test_the_methods_of_ones_own_run(names_of_slots):
+def test_the_examples_of_own_methods_run(names_of_slots):
     names = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-methods.md").read_text(encoding="utf-8"), re.S):
         exec(compile(block, "own-methods.md", "exec", dont_inherit=True), names)
@@ -244,8 +244,8 @@ def test_the_methods_of_ones_own_run(names_of_slots):
     assert {"recency", "strided", "wavelengths", "log-rotary"} <= set().union(*SLOTS.values())
 
 
-def test_rooms_import_downwards_alone():
-    """The floors of the map; rooms that import each other have none."""
+def test_rooms_only_import_from_lower_floors():
+    """The floors of the map of packages ("rooms"). Rooms that import each other are an error."""
     order = {"posjax": ("positions", "rotary", "coca", "attention", "scheme", "nn", "diagnostics"),
              "train": ("runtime", "config", "data", "model", "loop", "evaluate", "compare", "cli")}  # fmt: skip
     for package, wanted in order.items():

@@ -1,4 +1,4 @@
-"""Programs that ``jax.export`` writes to bytes and reads again: trees of the library go in and come out."""
+"""Programs that ``jax.export`` serializes and deserializes, with pytrees of the library as arguments and results."""
 
 import json
 
@@ -17,8 +17,8 @@ from posjax.masks import Causal, FirstTokens, Segments, Window
 from posjax.positions import Range
 
 
-def again(exported):
-    """The program after its way through bytes."""
+def reloaded(exported):
+    """The program, serialized and deserialized."""
     return export.deserialize(exported.serialize())
 
 
@@ -42,7 +42,7 @@ def test_a_bound_bias_is_an_argument(name):
     bound = spec.bind(spec.init(jax.random.key(0), 4), num_heads=4)
     run = jax.jit(lambda bias, q, k, v: pj.attention(q, k, v, bias=bias, mask=Causal()))
     values = arrays()
-    chex.assert_trees_all_close(again(export.export(run)(bound, *values)).call(bound, *values), run(bound, *values))
+    chex.assert_trees_all_close(reloaded(export.export(run)(bound, *values)).call(bound, *values), run(bound, *values))
 
 
 IDS = np.array([[0] * 3 + [1] * 5, [0] * 6 + [-1] * 2], np.int32)
@@ -61,13 +61,13 @@ def test_a_mask_and_positions_are_arguments(mask):
 
     given = mask, Range(jnp.int32(5), 8), *arrays()
     run = jax.jit(run)
-    chex.assert_trees_all_close(again(export.export(run)(*given)).call(*given), run(*given))
+    chex.assert_trees_all_close(reloaded(export.export(run)(*given)).call(*given), run(*given))
 
 
 def test_a_rotary_table_comes_out():
     run = jax.jit(lambda at: pj.rotary_table(at, pj.rotary.inverse_frequencies(16)))
     at = jnp.arange(5)
-    found = again(export.export(run)(at)).call(at)
+    found = reloaded(export.export(run)(at)).call(at)
     assert isinstance(found, pj.RotaryTable)
     chex.assert_trees_all_close(found, run(at))
 
@@ -75,7 +75,7 @@ def test_a_rotary_table_comes_out():
 def test_a_layout_goes_in_and_comes_out():
     run = jax.jit(lambda layout, x: (layout, layout.apply(x)))
     given = Layout("zigzag", 2), jnp.arange(8)
-    found, moved = again(export.export(run)(*given)).call(*given)
+    found, moved = reloaded(export.export(run)(*given)).call(*given)
     assert found == given[0]
     np.testing.assert_array_equal(moved, [0, 1, 6, 7, 2, 3, 4, 5])
 
@@ -87,7 +87,7 @@ def test_a_cache_goes_in_and_comes_out(name):
     cache = decoder.init_cache(batch=1, capacity=8, chunk=2)
     run = jax.jit(lambda tokens, cache: decoder.decode(tokens, cache, length=8))
     tokens = jnp.array([[3, 5]])
-    exported, wanted = again(export.export(run)(tokens, cache)), cache
+    exported, wanted = reloaded(export.export(run)(tokens, cache)), cache
     for _ in range(2):
         (got, cache), (want, wanted) = exported.call(tokens, cache), run(tokens, wanted)
         chex.assert_trees_all_close((got, cache), (want, wanted), atol=1e-6)
@@ -105,8 +105,8 @@ def test_structure_is_text_that_names_dataclasses_of_the_library_alone():
 
 
 @pytest.mark.parametrize("length", [8, 1024])
-def test_of_any_batch_and_for_several_platforms(length):
-    """A batch that is symbolic, dense or in tiles, and gradients."""
+def test_a_symbolic_batch_and_several_platforms(length):
+    """Gradients with a symbolic batch; short rows are attended densely, long ones in tiles."""
 
     def loss(q, k, v):
         return jnp.square(pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=Causal())).sum()
@@ -114,14 +114,14 @@ def test_of_any_batch_and_for_several_platforms(length):
     (batch,) = export.symbolic_shape("batch")
     shapes = [jax.ShapeDtypeStruct((batch, length, 4, 8), jnp.float32)] * 3
     run = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-    exported = again(export.export(run, platforms=("cpu", "cuda", "tpu"))(*shapes))
+    exported = reloaded(export.export(run, platforms=("cpu", "cuda", "tpu"))(*shapes))
     assert exported.platforms == ("cpu", "cuda", "tpu")
     for size in (1, 3) if length == 8 else (1,):
         values = arrays(size, length)
         chex.assert_trees_all_close(exported.call(*values), run(*values), atol=1e-5, rtol=1e-5)
 
 
-def test_with_a_batch_that_is_known_the_program_for_tpus_has_the_kernel():
+def test_with_a_static_batch_the_program_for_tpus_has_the_kernel():
     run = jax.jit(lambda q, k, v: pj.attention(q, k, v, mask=Causal()))
     shapes = [jax.ShapeDtypeStruct((8, 1024, 4, 64), jnp.bfloat16)] * 3
     text = export.export(run, platforms=("cpu", "tpu"))(*shapes).mlir_module()

@@ -68,7 +68,7 @@ def test_positions_are_a_range_where_no_token_moves(kind):
 
 @pytest.mark.parametrize("kind", ["zigzag", "striped"])
 def test_shards_share_the_pairs_of_a_causal_mask_evenly(kind):
-    """Pairs within every shard's queries: zigzag exactly alike, striped up to one pair for each query and shard."""
+    """The number of pairs for each shard: the same for zigzag; for striped it differs by at most ``length``."""
     length, shards = 48, 4
     seen = (Layout(kind, shards).order(length) + 1).reshape(shards, -1).sum(-1)
     assert seen.max() - seen.min() <= (0 if kind == "zigzag" else length)
@@ -76,7 +76,7 @@ def test_shards_share_the_pairs_of_a_causal_mask_evenly(kind):
     assert contiguous.max() > 4 * contiguous.min()
 
 
-def test_it_is_static_and_has_no_leaves():
+def test_a_layout_is_static_and_has_no_leaves():
     layout = Layout("zigzag", 4)
     assert jax.tree.leaves(layout) == []
     assert hash(layout) == hash(Layout("zigzag", 4))
@@ -92,9 +92,9 @@ def test_lengths_that_do_not_fit_are_refused(kind, unit):
     for call in (layout.check, layout.order, layout.positions, lambda length: layout.apply(np.arange(length))):
         with pytest.raises(ValueError, match=wanted):
             call(18)
-    for none in (0, 1):
-        with pytest.raises(ValueError, match=f"found {none}; {unit} would work"):
-            layout.check(none)
+    for short in (0, 1):
+        with pytest.raises(ValueError, match=f"found {short}; {unit} would work"):
+            layout.check(short)
 
 
 def test_unknown_kinds_and_counts_are_refused():

@@ -1,4 +1,4 @@
-"""The drawing of mutants: what it changes, what it leaves alone, and that it tells the killed from the living."""
+"""Mutation testing (`tests/mutants.py`): what mutants change, how they are drawn, and which tests kill them."""
 
 import ast
 
@@ -51,14 +51,14 @@ def test_equivalent_mutants_are_not_drawn(monkeypatch):
     assert "(2)" not in [mutant.instead for mutant in mutants.mutants("rule.py", MODULE)]
 
 
-def test_equivalent_mutants_stand_in_the_code_as_it_is():
+def test_equivalent_mutants_are_in_the_code_as_it_is():
     for path, line, instead in mutants.EQUIVALENT:
         text = (mutants.ROOT / path).read_text(encoding="utf-8")
         assert line in [each.strip() for each in text.splitlines()], (path, line, instead)
 
 
 @pytest.mark.slow
-def test_a_mutant_dies_by_the_test_that_sees_it(tmp_path):
+def test_a_mutant_is_killed_by_the_test_that_notices_it(tmp_path):
     (tmp_path / "posjax").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "posjax" / "__init__.py").touch()

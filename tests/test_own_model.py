@@ -1,4 +1,4 @@
-"""The page of models of one's own: its examples run, and its tables of derivatives say what JAX does."""
+"""docs/own-model.md: its examples run, and its tables of derivatives agree with JAX."""
 
 import re
 from contextlib import nullcontext
@@ -64,7 +64,7 @@ def transformed(attend):
 
 
 def along(function):
-    """Its derivative in forward mode."""
+    """The derivative of a function, in forward mode."""
     return lambda x: jax.jvp(function, (x,), (x,))[1]
 
 
@@ -90,7 +90,7 @@ METHODS = {
 
 
 def attending(name, implementation):
-    """Attention of a text to itself with a preset."""
+    """Self-attention with a preset."""
     scheme = pj.scheme(name)
 
     @jax.jit
@@ -103,7 +103,7 @@ def attending(name, implementation):
 
 
 def around(name, implementation, strategy="ring"):
-    """``attending`` with the text split over the devices of a mesh."""
+    """``attending`` with the tokens split over the devices of a mesh."""
     scheme, placement = pj.scheme(name), Placement(context="tensor", strategy=strategy)
 
     def local(params, projected, per_row):
@@ -113,7 +113,7 @@ def around(name, implementation, strategy="ring"):
 
 
 def error_of(function, x, platform="cpu"):
-    """What JAX says when it lowers a function for a platform; None where it does."""
+    """JAX's error when it lowers a function for a platform; None if it succeeds."""
     try:
         jax.jit(function).trace(x).lower(lowering_platforms=(platform,))
     except Exception as error:
@@ -133,8 +133,8 @@ def test_the_table_of_derivatives(method):
     for row in rows:
         with jax.set_mesh(meshes.mesh("auto")) if ring else nullcontext():
             error = error_of(DERIVATIVES[row[0]](attend), x, platform)
-        said = dict(zip(header, row, strict=True))[method]
-        assert (error is None) == (said == "yes"), (row[0], error)
+        expected = dict(zip(header, row, strict=True))[method]
+        assert (error is None) == (expected == "yes"), (row[0], error)
         assert error is None or _named(error), error
 
 
@@ -145,7 +145,7 @@ def test_a_gather_has_the_derivatives_that_a_ring_lacks(derivative):
 
 
 def _named(error):
-    """Whether the table of errors has an error."""
+    """Whether the table of errors lists an error."""
     return any(error.startswith(quoted.strip("`")) for quoted, _ in table("the error")[1:])
 
 
@@ -156,7 +156,7 @@ def test_a_derivative_of_short_rows_may_be_missing_for_long_ones():
 
 
 def test_reverse_over_forward():
-    """As reverse over reverse."""
+    """It fails where reverse over reverse fails."""
     for implementation, missing in {"dense": False, "blockwise": True}.items():
         error = error_of(reverse(along(squared(attending("rope", implementation)))), jnp.ones((1, 4, 1, 4)))
         assert _named(error) if missing else error is None

@@ -1,4 +1,4 @@
-"""The public face: the names that are promised, what an import drags in, docstrings, and who may import whom."""
+"""The public API: promised names, what an import loads, docstrings, and which modules may import which."""
 
 import ast
 import importlib
@@ -22,8 +22,8 @@ attention coca_attention coca.features
 Scheme scheme scheme_names Layers nn.Attention nn.Block nn.Decoder nn.DecoderConfig nn.logical_axes
 """
 
-# Lowest first; an import goes to a lower floor. Rooms on one floor do not import each other, unless a method truly is
-# built of another.
+# Lowest floor first. A room is a module or package of posjax; it imports rooms of lower floors. Rooms of one floor do
+# not import each other, except for a method that is built on another (BUILT_OF).
 FLOORS = [
     {"_checks"},
     {"_numbers", "_serial", "_shapes"},
@@ -48,7 +48,7 @@ def test_public_name_exists(name):
     assert callable(found)
 
 
-def test_all_is_what_there_is():
+def test_all_lists_only_names_that_exist():
     assert set(pj.__all__) <= {*vars(pj), "nn", "diagnostics"}
     with pytest.raises(AttributeError, match="has no attribute 'rope'"):
         pj.rope  # noqa: B018

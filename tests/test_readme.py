@@ -1,4 +1,4 @@
-"""README is true: its code runs, its table is complete, its commands name files that exist."""
+"""README.md: its code runs, its table is complete, and the files that its commands name exist."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_the_examples_run():
     assert names["longer"](jnp.zeros((1, 8), jnp.int32)).shape == (1, 8, 256)
 
 
-def test_every_scheme_stands_in_the_table():
+def test_every_scheme_is_in_the_table():
     rows = "\n".join(line for line in README.splitlines() if line.startswith("|"))
     assert [name for name in pj.scheme_names() if f"`{name}`" not in rows] == []
 

@@ -1,4 +1,4 @@
-"""Bad input, each with the words that its message must have: one line, which names the argument."""
+"""Bad input to posjax: the error message is one line and names the argument."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def decode(batch: int = 2, tokens=None, **options):
 
 
 def traced(make):
-    """``make`` of a number that is not known."""
+    """Calls ``make`` with a traced number."""
     return lambda: jax.eval_shape(make, 2.0)
 
 
@@ -57,7 +57,7 @@ def narrow(x=X):
 
 @dataclasses.dataclass(frozen=True)
 class Short(rotary.FrequencyRule):
-    """A frequency rule from outside the library with one number too few, or of another kind."""
+    """A frequency rule from outside the library that gives one number too few, or a JAX array."""
 
     of: Callable = np.ones
 
@@ -317,12 +317,12 @@ def test_a_range_prints_no_number_of_an_array():
         "array",
     ],
 )
-def test_one_sided_biases_go_on_where_no_key_ahead_is_known_to_be_seen(options):
+def test_one_sided_biases_are_allowed_where_no_key_ahead_is_known_to_be_seen(options):
     out = jax.eval_shape(lambda: pj.attention(**{"q": X, "k": X, "v": X, "bias": bias.ALiBi()} | options))
     assert out.shape == (2, options.get("q", X).shape[1], 4, 8)
 
 
-def test_heads_of_another_size_are_checked_with_their_own():
+def test_checks_use_the_head_dim_of_the_rule():
     xpos = rotary.XPos(WIDE)
     assert Scheme(features=xpos, training_positions=pj.training_positions.Randomised(512)).features == xpos
     with pytest.raises(ValueError, match="training_positions: ids below 20000 may make a tile of xPos longer"):
@@ -339,9 +339,9 @@ def test_heads_of_another_size_are_checked_with_their_own():
     assert pj.scheme("clex", original_length=32, head_dim=128).rotates
 
 
-def test_a_method_of_ones_own_needs_no_base_class():
+def test_an_own_method_needs_no_base_class():
     class Even:
-        """A scale that is no class of the library."""
+        """A scale that has no base class of the library."""
 
         shift_invariant = True
 
@@ -361,7 +361,7 @@ def test_a_method_of_ones_own_needs_no_base_class():
 
 
 def test_tokens_outside_the_vocabulary():
-    """As ``Decoder.hidden`` says: the last token's beyond the end, from the end where negative, then the first's."""
+    """As ``Decoder.hidden`` documents: negative ids count from the end; ids beyond an end are the token at that end."""
     tokens = jnp.array([[11, 400, -1, -11, -12]])
     meant = jnp.array([[10, 10, 10, 0, 0]])
     model = decoder("nope")

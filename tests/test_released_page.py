@@ -32,7 +32,7 @@ SIZES = ["evaluate.tokens=128", "evaluate.lengths=[16, 64]", "evaluate.batch_tok
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with what the page's commands name."""
+    """The working folder, with the files that the page's commands name."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "MODEL").mkdir()
     write_released(folder / "MODEL")
@@ -63,14 +63,14 @@ def test_the_commands_run_in_their_order(place, capsys):
     assert names == ["compare", "search", "evaluate", "generate", "compare", "evaluate", "evaluate", "export"]
     for arguments in commands():
         assert cli.main(made_small(arguments)) == 0, (arguments, capsys.readouterr().err)
-    told = capsys.readouterr().out
-    assert "At 64 tokens" in told
+    output = capsys.readouterr().out
+    assert "At 64 tokens" in output
     exported, run = from_pretrained(place / "exported"), place / "runs/released-coca"
     assert (run / "training.png").is_file()
     assert not np.array_equal(exported.embed[...], from_pretrained(place / "MODEL").embed[...])
 
 
-def test_the_config_on_the_page_is_one(place):
+def test_the_config_on_the_page_is_valid(place):
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
     config = load_values(yaml.safe_load(block.replace("2.0e-5", "0.00002")))
     rule = decoder_config(config).scheme.features.frequencies

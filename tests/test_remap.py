@@ -95,13 +95,13 @@ def oracle(score, distance, q, k, positions=None):
 
 
 def branches_and_places(remap, features, q, k, positions):
-    """``remap.branches``, and where each branch takes part."""
+    """``remap.branches``, and the pairs of each branch."""
     phi, psi, branches = remap.branches(features, {}, q, k, positions, positions, head_dim=q.shape[-1])
     return phi, psi, branches, [masks.materialise(branch.mask, positions, positions) for branch in branches]
 
 
-def put_together(phi, psi, branches, places):
-    """Scores of the branches, put together by their masks, in NumPy."""
+def combined(phi, psi, branches, places):
+    """Scores of the branches, combined by their masks in NumPy."""
     out = np.einsum("bihd,bjd->bhij", np.float64(phi), np.float64(psi)[:, :, 0])
     taken = 0
     for branch, where in zip(branches, places, strict=True):
@@ -119,7 +119,7 @@ def compiled_branches(remap, features, q, k, positions):
 
 
 def scores(remap, features, q, k, positions):
-    return put_together(*jax.device_get(compiled_branches(remap, features, q, k, positions)))
+    return combined(*jax.device_get(compiled_branches(remap, features, q, k, positions)))
 
 
 @methods
@@ -139,7 +139,7 @@ def test_scores_and_attention_of_every_backend_are_those_of_the_effective_distan
     q, k, v = inputs
     found, outputs = jax.device_get(attend(q, k, v))
     want = oracle(rope_score, distance, q, k)
-    np.testing.assert_allclose(put_together(*found), want, atol=1e-5)
+    np.testing.assert_allclose(combined(*found), want, atol=1e-5)
     i, j = np.mgrid[:N, :N]
     allowed = (j <= i) & (True if seen is None else np.vectorize(seen)(i, j))
     ones = np.zeros((2, N, HEADS, 1))
@@ -180,8 +180,8 @@ def one_score(remap, i, j, features=None):
         phi, psi, branches = remap.branches(*given, head_dim=SIZE)
         found = (phi * psi).sum()
         for branch in branches:
-            there = masks.materialise(branch.mask, q_positions, kv_positions)
-            found = jnp.where(there, (branch.q * branch.k).sum(), found)
+            selected = masks.materialise(branch.mask, q_positions, kv_positions)
+            found = jnp.where(selected, (branch.q * branch.k).sum(), found)
         return found.squeeze()
 
     return float(run(unit, np.array([i]), np.array([j])))
@@ -199,7 +199,7 @@ def test_printed_distances(shift):
 @pytest.mark.parametrize("remap", [LeakyReRoPE(128, 16), inverse_leaky(512, 8)], ids=["leaky", "inverse"])
 @pytest.mark.parametrize("end", [2**31 - 991, -(2**31)], ids=["the highest", "the lowest"])
 def test_leaky_distances_at_the_ends_of_int32(remap, end):
-    """What is added to the positions of remapped queries may leave int32."""
+    """The offset that is added to the positions of remapped queries may be outside int32."""
     distance = remap.window + (990 - remap.window) / remap.factor
     assert one_score(remap, 990 + end, end) == pytest.approx(math.cos(distance), abs=2e-6)
     exact = one_score(remap, 990 + end, end, Rotary(Linear(4.0)))
@@ -239,7 +239,7 @@ def test_limits():
 
 
 def test_streaming_is_the_rolling_cache(inputs):
-    """Token by token: drop what lies between the sinks and the last, number what is left, attend."""
+    """Token by token: drop the keys between the sinks and the recent ones, number the others from 0, attend."""
     sinks, recent = 2, 10
     raw_q, raw_k, raw_v = (np.asarray(x, np.float64) for x in inputs)
     cache, want = [], np.zeros((2, N, HEADS, SIZE))
@@ -268,20 +268,20 @@ def test_streaming_is_the_rolling_cache(inputs):
 @pytest.mark.parametrize("remap", [StreamingLLM(4, N - 4), LMInfinite(N, 10)])
 def test_short_sequences_are_left_alone(remap, inputs):
     q, k, v = inputs
-    there = Range(0, N)
+    positions = Range(0, N)
 
     @jax.jit
     def both(q, k, v):
-        phi, psi, branches = remap.branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
+        phi, psi, branches = remap.branches(Rotary(), {}, q, k, positions, positions, head_dim=SIZE)
         found = posjax.attention(phi, psi, v, remap=branches, mask=Causal() & remap.mask())
         return found, posjax.attention(phi, psi, v, mask=Causal())
 
     chex.assert_trees_all_close(*both(q, k, v), atol=1e-6)
-    chex.assert_trees_all_equal(masks.materialise(Causal() & remap.mask(), there, there), np.tri(N, dtype=bool))
+    chex.assert_trees_all_equal(masks.materialise(Causal() & remap.mask(), positions, positions), np.tri(N, dtype=bool))
 
 
 def test_dual_chunk_distances():
-    """True up to w, then between w and c - 1."""
+    """Distances are true up to w, then between w and c - 1."""
     remap = DualChunk(64)
     assert remap.chunk == 48
     distance = dual_chunk(64, 48)
@@ -291,24 +291,24 @@ def test_dual_chunk_distances():
             assert found == i - j if i - j <= 16 else 16 <= found <= 63
 
 
-def branches_over(remap, there, size):
-    """The branches of tokens that are all alike."""
-    q = jnp.ones((1, there.length, 1, size))
-    return remap.branches(Rotary(), {}, q, q, there, there, head_dim=size)[2]
+def branches_over(remap, positions, size):
+    """The branches of identical tokens."""
+    q = jnp.ones((1, positions.length, 1, size))
+    return remap.branches(Rotary(), {}, q, q, positions, positions, head_dim=size)[2]
 
 
 @methods
 def test_only_tiles_on_a_boundary_compute_several_scores(name):
     remap, _, _ = METHODS[name]
     length, block = 120, 5
-    there = Range(0, length)
+    positions = Range(0, length)
 
     @jax.jit
     def kinds_and_tiles():
         found = []
-        for branch in branches_over(remap, there, SIZE):
-            whole = masks.materialise(branch.mask, there, there)
-            found.append((tile_kinds(branch.mask, there, there, block, block), whole))
+        for branch in branches_over(remap, positions, SIZE):
+            whole = masks.materialise(branch.mask, positions, positions)
+            found.append((tile_kinds(branch.mask, positions, positions, block, block), whole))
         return found
 
     for kinds, whole in jax.device_get(kinds_and_tiles()):
@@ -318,12 +318,12 @@ def test_only_tiles_on_a_boundary_compute_several_scores(name):
 
 
 def test_a_window_has_two_diagonals_of_boundary_tiles():
-    there = Range(0, 4096)
+    positions = Range(0, 4096)
 
     @partial(jax.jit, static_argnums=0)
     def kinds(window):
-        (branch,) = branches_over(ReRoPE(window), there, 2)
-        return tile_kinds(Causal() & branch.mask, there, there, 64, 64)
+        (branch,) = branches_over(ReRoPE(window), positions, 2)
+        return tile_kinds(Causal() & branch.mask, positions, positions, 64, 64)
 
     assert (np.asarray(kinds(1000)) == MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
     # A window that ends on a tile's edge crosses one diagonal only.
@@ -331,14 +331,14 @@ def test_a_window_has_two_diagonals_of_boundary_tiles():
 
 
 @methods
-def test_shift_invariance_is_declared_truly(name, inputs):
+def test_shift_invariance_is_declared_correctly(name, inputs):
     remap, _, _ = METHODS[name]
     q, k, _ = inputs
 
     def at(shift):
-        there = np.arange(N) + shift
-        hidden = masks.materialise(Causal() if remap.mask() is None else Causal() & remap.mask(), there, there)
-        return np.where(hidden, scores(remap, Rotary(), q, k, there), -1e3)
+        positions = np.arange(N) + shift
+        visible = masks.materialise(Causal() if remap.mask() is None else Causal() & remap.mask(), positions, positions)
+        return np.where(visible, scores(remap, Rotary(), q, k, positions), -1e3)
 
     changed = np.abs(at(0) - at(1_000_003)).max()
     assert changed < 1e-5 if remap.shift_invariant else changed > 0.1
@@ -346,10 +346,10 @@ def test_shift_invariance_is_declared_truly(name, inputs):
 
 def test_gradients_reach_both_branches(inputs):
     q, k, v = inputs
-    there = Range(0, N)
+    positions = Range(0, N)
 
     def loss(q, k):
-        phi, psi, branches = LeakyReRoPE(8, 4).branches(Rotary(), {}, q, k, there, there, head_dim=SIZE)
+        phi, psi, branches = LeakyReRoPE(8, 4).branches(Rotary(), {}, q, k, positions, positions, head_dim=SIZE)
         return jnp.square(posjax.attention(phi, psi, v, remap=branches, mask=Causal())).sum()
 
     loss = jax.jit(loss)

@@ -181,7 +181,7 @@ def test_specs(spec, expected, shape):
 
 @pytest.mark.parametrize(("spec", "expected"), SPECS, ids=lambda s: type(s).__name__)
 def test_shift_invariance_is_as_declared(spec, expected):
-    """Shifting positions leaves what the mask lets each query see as it is."""
+    """A shift of all positions does not change the number of visible keys, so ``visible`` stays the same."""
     params = spec.init(jax.random.key(0), 4)
     call = partial(spec.factor, params, visible=jnp.asarray(VISIBLE), num_heads=4)
     same = np.array_equal(call(positions=jnp.asarray(POSITIONS)), call(positions=jnp.asarray(POSITIONS + 20)))

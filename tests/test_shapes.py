@@ -1,4 +1,4 @@
-"""Arrays in other shapes: numbers that tell where they came from."""
+"""Grouping of heads, blocks of tokens, and zeros at hidden tokens."""
 
 import jax.numpy as jnp
 import numpy as np

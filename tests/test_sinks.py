@@ -1,4 +1,4 @@
-"""Sinks against a key and a value that are really there."""
+"""Attention sinks against an explicit key and value, and against the oracle."""
 
 import chex
 import jax
@@ -52,7 +52,7 @@ def test_learned_sinks_start_at_softmax_plus_one_and_learn():
     assert np.all(np.asarray(gradient) < 0)
 
 
-def test_learned_sinks_want_their_parameters():
+def test_learned_sinks_need_their_parameters():
     for params in ({}, {"sinks": jnp.zeros(2)}):
         with pytest.raises(ValueError, match=r"LearnedSinks\(\.\.\.\)\.init makes them"):
             LearnedSinks().logits(params, HEADS)

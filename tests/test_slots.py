@@ -1,4 +1,4 @@
-"""What the slots of a scheme have in common, on numbers that say where they stand."""
+"""What the slots of a scheme have in common: parts of their heads, and the widths of projections."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from posjax._slots import Features, OfSomeHeads
 
 @dataclasses.dataclass(frozen=True)
 class Some(OfSomeHeads):
-    """Some heads of a whole that is not asked here."""
+    """Some heads of ``whole``, which is not used here."""
 
     whole: Any
     start: int

@@ -1,7 +1,7 @@
-"""JAX's strict flags: no rank and no dtype is promoted in silence, nothing is NaN on its way, and x64 may be on.
+"""JAX's strict flags: no rank and no dtype is promoted implicitly, no intermediate result is NaN, and x64 may be on.
 
-Promotion is refused when tracing, so nothing is compiled for it. NaN is looked for in what really runs: in the result
-of every operation, in one program.
+JAX raises on promotion while it traces, so those tests compile nothing. The tests for NaN run a program and check the
+result of every operation.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def projections(dtype, scheme=None):
 
 
 def results_and_gradients(function, *arguments):
-    """The gradients of a number to which every output and every finite log-sum-exp adds."""
+    """The outputs, and the gradients of a number to which every output and finite log-sum-exp contributes."""
 
     def loss(arguments):
         out = function(*arguments)
@@ -70,7 +70,7 @@ def gradients(function, *arguments):
 
 
 def find_nan(function, *arguments):
-    """Fails where any operation on the way to the results and gradients gives NaN; gradients must be finite."""
+    """Fails if any operation behind the results and gradients gives NaN, or a gradient is not finite."""
     run = checkify.checkify(partial(gradients, function), errors=checkify.nan_checks)
     error, found = jax.jit(run)(*arguments)
     error.throw()
@@ -99,11 +99,11 @@ def of_bias(spec, dtype):
 def of_fox(dtype):
     spec, x = FoX(), normal(BATCH, LENGTH, 8, dtype=dtype)
 
-    def made(params):
+    def options(params):
         gates = accumulate(spec.prepare(params, x))
         return {"bias": spec.bind(num_heads=HEADS, q_gates=gates, kv_gates=gates), "mask": Causal()}
 
-    return made, spec.init(jax.random.key(0), HEADS, 8)
+    return options, spec.init(jax.random.key(0), HEADS, 8)
 
 
 def of_cope(dtype):
@@ -256,7 +256,7 @@ ALONE = [(flags, jnp.bfloat16, "blockwise") for flags in (RANKS, KINDS)]
 TOGETHER = [way for way in WAYS if "x64" in way[0]]
 COVERING_WAYS = {
     "fox": ALONE + TOGETHER,
-    # Every dtype once, with one backend after the other.
+    # Every dtype once, with alternating backends.
     "coca-slack": [ALONE[0], TOGETHER[0], TOGETHER[3], TOGETHER[4]],
     "pope": [ALONE[1], TOGETHER[1], TOGETHER[2], TOGETHER[5]],
 }
@@ -264,7 +264,7 @@ COVERING_WAYS = {
 
 @pytest.mark.parametrize("name", COVERING_WAYS)
 def test_presets_in_a_covering_of_ways(name):
-    """Every flag with every dtype and backend, and each alone where dtypes meet: at bfloat16 and blockwise."""
+    """All flags together with every dtype and backend; each flag alone where dtypes mix: bfloat16 and blockwise."""
     check_in(COVERING_WAYS[name], name)
 
 
@@ -317,20 +317,20 @@ def test_tables_and_whole_biases_promote_nothing():
         ("rows that see nothing", "blockwise"),
         ("fox", "blockwise"),
         pytest.param("fox", "dense", marks=pytest.mark.wide),
-        # Its rows of padding see nothing either.
+        # Its padding rows see nothing either.
         pytest.param("packed", "dense", marks=pytest.mark.wide),
         pytest.param("packed", "blockwise", marks=pytest.mark.wide),
     ],
 )
-def test_nothing_is_nan_on_its_way(name, backend):
-    """Operation by operation: a NaN that is masked later would be found too."""
+def test_no_intermediate_result_is_nan(name, backend):
+    """Every operation is checked, so a NaN that is masked later is found too."""
     function, *arguments = attended(name, backend, jnp.float32)
     find_nan(function, *arguments)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", NAMES)
-def test_no_preset_makes_nan_on_its_way(name):
+def test_no_preset_makes_an_intermediate_nan(name):
     for scheme in schemes_of(name):
         for backend in BACKENDS:
             with jax.debug_nans(True):

@@ -64,7 +64,7 @@ def test_randomised_ids_have_the_mean_of_order_statistics():
 
 
 @pytest.mark.parametrize(("limit", "length"), [(2048, 40), (2048, 500), (2048, 2048), (31, 7), (5, 5), (9, 1)])
-def test_randomised_even_ids_in_use(limit, length):
+def test_randomised_even_ids_in_evaluation(limit, length):
     found = Randomised(limit).evaluate(length)
     assert found.coordinates is None
     assert found.length is None
@@ -77,7 +77,7 @@ def test_randomised_even_ids_in_use(limit, length):
     assert (np.diff(ids) > 0).all()
 
 
-def test_randomised_random_ids_in_use():
+def test_randomised_random_ids_in_evaluation():
     rule = Randomised(64, test="random")
     chex.assert_trees_all_equal(rule.evaluate(8, key=KEY, batch=3), rule.draw(KEY, 3, 8))
     with pytest.raises(ValueError, match="pass key="):
@@ -126,7 +126,7 @@ def test_clex_ids_keep_both_ends_of_a_longer_text():
 
 
 def test_clex_rows_of_several_original_lengths():
-    """Rows of 3 L tokens: thirds of ids, within t L, at a current length of t L."""
+    """Rows of 3 L tokens: positions are multiples of 1/3 below t L, and the current length is t L."""
     ids, coordinates, length = ClexPositions(original_length=4, max_factor=4).draw(KEY, 2, 12)
     assert ids is None
     chex.assert_shape(coordinates, (2, 12, 1))

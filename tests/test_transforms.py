@@ -48,7 +48,7 @@ def test_gradients_are_the_same_under_every_transformation(name):
         return jax.tree.map(lambda x: x.sum(0), d_params), *(x[:, 0] for x in d_rows)
 
     def in_programs(*arguments):
-        """In one program, by ``vmap`` and by ``shard_map``, beside the plain gradient."""
+        """The gradient without a transformation, by ``vmap`` and by ``shard_map``, in one program."""
         one_by_one = [x[:, None] for x in arguments[1:]]
         by_vmap = jax.vmap(gradient, in_axes=(None, 0, 0, 0))(arguments[0], *one_by_one)
         return gradient(*arguments), mapped(by_vmap), jax.grad(sharded, argnums=(0, 1, 2, 3))(*arguments)
@@ -65,8 +65,8 @@ def test_gradients_are_the_same_under_every_transformation(name):
 
 
 @schemes
-def test_tokens_that_are_all_alike_give_outputs_that_are_all_alike(name):
-    """Position told in the logits alone gives v back."""
+def test_identical_tokens_give_identical_outputs(name):
+    """Where positions change the logits only, every output is v."""
     scheme = SCHEMES[name]
     params, q, k, v = inputs(scheme)
     q, k, v = (np.broadcast_to(x[:, :1], x.shape) for x in (q, k, v))

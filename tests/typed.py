@@ -1,4 +1,4 @@
-"""Writes the Python of pages as files, for a type checker: ``python tests/typed.py FOLDER README.md docs/index.md``."""
+"""Extracts the Python code of pages for a type checker: ``python tests/typed.py FOLDER README.md docs/index.md``."""
 
 import re
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def python_of(page: str) -> str:
-    """The blocks of Python in a page, as one program."""
+    """The Python blocks of a page, as one program."""
     return "\n".join(re.findall(r"```python\n(.*?)```", page, re.S))
 
 

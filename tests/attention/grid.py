@@ -1,4 +1,4 @@
-"""One call of attention after the other: cases of it, their inputs, and what is compared."""
+"""Cases of one attention call: settings, inputs, and the results that tests compare."""
 
 import dataclasses
 from functools import partial
@@ -36,7 +36,7 @@ class Beyond(masks.Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: lengths, heads, slots; the blocks make several uneven tiles along both axes."""
+    """One call: lengths, heads, slots, and blocks that give several tiles of unequal size along both axes."""
 
     name: str
     queries: int = 13
@@ -159,7 +159,7 @@ def inputs(case: Case, dtype=np.float64) -> dict:
 
 
 def call(case: Case, values: dict, implementation: str, **options):
-    """``attention`` with the case's slots; the small tiles are put in by ``small_tiles``."""
+    """``attention`` with the case's slots; ``use_tiles`` sets the sizes of tiles."""
     bias = case.bias.bind(values.get("bias"), num_heads=case.heads) if case.bias else None
     return attention(
         values["q"],
@@ -185,7 +185,7 @@ def use_tiles(monkeypatch, case: Case) -> None:
 
 
 def loss(case: Case, implementation: str, values: dict):
-    """A number that every output and every finite log-sum-exp takes part in."""
+    """A scalar that depends on every output and every finite log-sum-exp."""
     return loss_of(call(case, values, implementation))[0]
 
 

@@ -1,4 +1,4 @@
-"""Biases and masks as someone outside the library would write them: no more than the protocol asks for."""
+"""Biases and masks as a user would write them: only what the protocol requires."""
 
 import dataclasses
 from typing import ClassVar
@@ -17,7 +17,7 @@ def static(**options):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows(pj.bias.Bias):
-    """``rows[h, min(|i - j|, n - 1)]``: heads are the first axis, and the last one has as many entries as there are."""
+    """``rows[h, min(|i - j|, n - 1)]``: a row of ``n`` entries for each head."""
 
     rows: jax.Array
 
@@ -43,7 +43,7 @@ class LearnedRows(pj.bias.BiasSpec):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fading(Rows):
-    """The rows are a factor of the scores."""
+    """Multiplies the scores by the rows."""
 
     def apply(self, scores, q_positions, kv_positions):
         return scores * self.values(q_positions, kv_positions)
@@ -52,7 +52,7 @@ class Fading(Rows):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weighted(pj.bias.Bias):
-    """``b_h(i, j) = asks_hi weights_hj``: arrays of tokens, of every row and head."""
+    """``b_h(i, j) = asks_hi weights_hj``: arrays over rows, heads and tokens."""
 
     asks: jax.Array
     weights: jax.Array
@@ -78,7 +78,7 @@ class Strided(pj.masks.Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SameGroup(pj.masks.Mask):
-    """Tokens of one group; an array over positions."""
+    """Tokens of one group; ``groups`` is an array over positions."""
 
     groups: jax.Array
 

@@ -1,4 +1,4 @@
-"""Cases of attention over a mesh, and the comparison with one device that they all go through."""
+"""Cases of attention over a mesh, and a check that compares them with one device."""
 
 import dataclasses
 from functools import cache
@@ -27,11 +27,11 @@ class Case:
     Args:
         scheme: what is computed.
         kv_heads: of the keys.
-        causal: whether no query sees ahead.
-        packed: whether rows hold documents, which straddle shards, and padding at their ends.
-        restart: whether positions then restart with every document.
+        causal: whether queries see no later keys.
+        packed: whether rows hold documents, which may span several shards, and padding at the end.
+        restart: whether positions of packed rows restart with every document.
         softcap: see ``attention``.
-        given: whether positions are an array though they rise by one, like a range.
+        array_positions: whether positions are an array, although a range would do.
         length: tokens of a row.
         rows: of the batch.
     """
@@ -42,7 +42,7 @@ class Case:
     packed: bool = False
     restart: bool = True
     softcap: float | None = None
-    given: bool = False
+    array_positions: bool = False
     length: int = LENGTH
     rows: int = ROWS
 
@@ -68,8 +68,8 @@ WINDOWS = {
     "window": Case(pj.Scheme(bias=ALIBI, mask=WINDOW)),
     "window, packed": Case(pj.Scheme(features=pj.rotary.Rotary(), mask=WINDOW), packed=True),
     "window on two sides": Case(pj.Scheme(bias=pj.bias.ALiBi(symmetric=True), mask=WINDOW), causal=False),
-    # Over two shards the chunk before and the one after are the same, and what reaches out of either overlaps.
-    "wide window on two sides": Case(pj.Scheme(mask=masks.Window(17)), causal=False, given=True),
+    # With two shards the previous and the next chunk are the same, and the window reaches it from both sides.
+    "wide window on two sides": Case(pj.Scheme(mask=masks.Window(17)), causal=False, array_positions=True),
     "fox in a window": Case(pj.Scheme(bias=pj.bias.FoX(), mask=WINDOW), packed=True, restart=False),
 }
 WHOLE_ROWS = {"cope, packed": Case(pj.Scheme(bias=pj.bias.CoPE(8)), packed=True, restart=False)}
@@ -90,14 +90,14 @@ def placement(mesh: str, strategy: str, kind: str) -> Placement:
 
 @cache
 def device_mesh(name: str):
-    """The mesh of a name."""
+    """The device mesh with this name."""
     shape = MESHES[name]
     return jax.make_mesh(shape, ("batch", "context", "heads")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
 
 
 @cache
 def inputs(case: Case) -> dict[str, Any]:
-    """Differentiable inputs, with codes for the row, the token and the head in them; in NumPy, so on no mesh."""
+    """Differentiable inputs, which differ by row, token and head; in NumPy, so on no mesh."""
     draw, scheme = np.random.default_rng(7), case.scheme
     tokens = np.arange(case.length)[None, :, None, None] / case.length
     rows = np.arange(case.rows)[:, None, None, None] / case.rows
@@ -110,7 +110,7 @@ def inputs(case: Case) -> dict[str, Any]:
         "q": projection(HEADS, scheme.query_size(SIZE)),
         "k": projection(case.kv_heads, scheme.key_size(SIZE)),
         "v": projection(case.kv_heads, SIZE) + 3 * tokens.astype(np.float32),
-        # Away from where they start, which is often the same for all heads.
+        # Not the initial values, which are often equal for all heads.
         "params": jax.tree.map(lambda a: a + 0.1 * draw.random(a.shape, np.float32), initial(case)),
     }
     if scheme.reads_tokens:
@@ -119,7 +119,7 @@ def inputs(case: Case) -> dict[str, Any]:
 
 
 def initial(case: Case) -> dict[str, Any]:
-    """Parameters of the scheme as it starts, in NumPy."""
+    """Initial parameters of the scheme, in NumPy."""
 
     @jax.jit
     def init(key):
@@ -130,26 +130,26 @@ def initial(case: Case) -> dict[str, Any]:
 
 
 def segments(rows: int, length: int) -> np.ndarray:
-    """Documents of other lengths in every row, with padding behind the last."""
+    """Documents of different lengths in every row, with padding after the last one."""
     draw = np.random.default_rng(3)
     ids = np.sort(draw.integers(0, 5, (rows, length)), axis=-1)
     ids[:, length - 3 :] = -1
     return ids.astype(np.int32)
 
 
-def of_rows(case: Case) -> dict[str, Any]:
-    """What belongs to the tokens beside their projections, by the names of ``Scheme.attend``."""
+def token_arguments(case: Case) -> dict[str, Any]:
+    """The arguments of ``Scheme.attend`` that belong to tokens, without their projections."""
     if not case.packed:
         ascending = np.tile(np.arange(3, case.length + 3, dtype=np.int32), (case.rows, 1))
-        return {"positions": ascending} if case.given else {}
+        return {"positions": ascending} if case.array_positions else {}
     ids = jnp.asarray(segments(case.rows, case.length))
-    since = from_segments(ids)
-    found = {"mask": masks.Segments(ids), "visible": since + 1}
-    return found | {"positions": since} if case.restart else found
+    positions = from_segments(ids)
+    found = {"mask": masks.Segments(ids), "visible": positions + 1}
+    return found | {"positions": positions} if case.restart else found
 
 
 def terms(case: Case, out, lse):
-    """What the loss adds: output and log-sum-exp, times random cotangents."""
+    """The terms of the loss: output and log-sum-exp, times random cotangents."""
     draw = np.random.default_rng(11)
     d_out = draw.normal(size=(case.rows, case.length, HEADS, SIZE)).astype(np.float32)
     d_lse = draw.normal(size=(case.rows, case.length, HEADS)).astype(np.float32)
@@ -157,7 +157,7 @@ def terms(case: Case, out, lse):
 
 
 def loss(case: Case, attend):
-    """A function of ``inputs``: ``(loss, (output, log-sum-exp))``, in which both have cotangents."""
+    """A function from ``inputs`` to ``(loss, (output, log-sum-exp))``. The loss depends on both."""
 
     def run(made):
         out, lse = attend(made)
@@ -167,11 +167,11 @@ def loss(case: Case, attend):
 
 
 @cache
-def of_queries(case: Case):
-    """The norm, over queries, of what each adds to the gradient of every parameter.
+def per_query_norms(case: Case):
+    """The norm, over queries, of their contributions to the gradient of every parameter.
 
-    These have both signs, so the rounding of a gradient goes by their norm and not by what is left of them:
-    the multiplier of FIRE has a gradient of .016, and a norm of .30.
+    Contributions have both signs, so the rounding error of a gradient is relative to their norm, not to their sum:
+    the multiplier of FIRE has a gradient of .016 and a norm of .30.
     """
     made = inputs(case)
 
@@ -184,13 +184,13 @@ def of_queries(case: Case):
     return jax.tree.map(lambda a: np.sqrt(np.square(a).sum((0, 1))).max(initial=0), added)
 
 
-def attend(case: Case, implementation: str | None, placement: Placement | None, same, projected, rows):
-    """``Scheme.attend`` of the tokens at hand."""
+def attend(case: Case, implementation: str | None, placement: Placement | None, params, projected, rows):
+    """``Scheme.attend`` with the options of a case, for whole rows or inside a mesh."""
     given = dict(rows)
     positions, gates = given.pop("positions", None), given.pop("gates", None)
     return case.scheme.attend(
         *projected,
-        params=same,
+        params=params,
         q_positions=positions,
         kv_positions=positions,
         gates=None if gates is None else (gates, gates),
@@ -205,7 +205,7 @@ def attend(case: Case, implementation: str | None, placement: Placement | None, 
 
 def whole_rows(case: Case, made):
     """The plain formula on one device."""
-    rows = of_rows(case) | ({"gates": made["gates"]} if "gates" in made else {})
+    rows = token_arguments(case) | ({"gates": made["gates"]} if "gates" in made else {})
     return attend(case, "dense", None, made["params"], [made["q"], made["k"], made["v"]], rows)
 
 
@@ -217,12 +217,12 @@ def on_one_device(case: Case):
 
 
 def on_a_mesh(case: Case, mesh: str, where: Placement, implementation: str | None):
-    """The same over a mesh, from tokens in the order of the layout, and back in their own order."""
+    """The same over a mesh. Tokens are reordered for the layout, and the outputs are put back in order."""
     layout, made = where.layout, inputs(case)
 
     def run(made):
         projected = [layout.apply(made[name], 1) for name in "qkv"]
-        rows = jax.tree.map(layout.apply, of_rows(case) | ({"gates": made["gates"]} if "gates" in made else {}))
+        rows = jax.tree.map(layout.apply, token_arguments(case) | ({"gates": made["gates"]} if "gates" in made else {}))
 
         def inside(*parts):
             return attend(case, implementation, where, *parts)
@@ -239,27 +239,27 @@ def largest(results):
     return jax.tree.map(lambda a: np.abs(a[np.isfinite(a)]).max(initial=1e-3), results)
 
 
-def far_off(found, wanted, sizes, tolerance: float) -> dict[str, Any]:
-    """Errors in units of the sizes, by the names of the arrays that are further off than the tolerance."""
+def errors_above(found, wanted, sizes, tolerance: float) -> dict[str, Any]:
+    """The errors above the tolerance, in units of ``sizes``, by the names of their arrays."""
     leaves = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), jax.tree.leaves(sizes), strict=True)
-    off = {
+    errors = {
         jax.tree_util.keystr(path): np.abs(np.subtract(got, want, where=got != want, out=np.zeros_like(want))).max()
         / size
         for (path, got), want, size in leaves
     }
-    return {name: error for name, error in off.items() if not error <= tolerance}
+    return {name: error for name, error in errors.items() if not error <= tolerance}
 
 
 def check(case: Case, mesh: str, where: Placement, implementation: str | None = "dense", tolerance: float = 1e-5):
     """Asserts that loss, output, log-sum-exp and every gradient are those of one device."""
     found, wanted = on_a_mesh(case, mesh, where, implementation), on_one_device(case)
     (_, results), gradients = largest(wanted)
-    # The loss adds terms of both signs, so its rounding goes by their norm and not by what is left of them.
+    # The loss sums terms of both signs, so its rounding error is relative to their norm, not to their sum.
     out, lse = wanted[0][1]
     added = terms(case, out, np.where(np.isneginf(lse), 0, lse))
     sizes = (np.sqrt(sum(np.square(part).sum() for part in added)), results), gradients
-    off = far_off(found, wanted, sizes, tolerance)
-    if off and all("['params']" in name for name in off):
-        gradients["params"] = jax.tree.map(max, gradients["params"], of_queries(case))
-        off = far_off(found, wanted, sizes, tolerance)
-    assert not off, off
+    errors = errors_above(found, wanted, sizes, tolerance)
+    if errors and all("['params']" in name for name in errors):
+        gradients["params"] = jax.tree.map(max, gradients["params"], per_query_norms(case))
+        errors = errors_above(found, wanted, sizes, tolerance)
+    assert not errors, errors

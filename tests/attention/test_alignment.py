@@ -1,4 +1,4 @@
-"""Queries that are fewer, or more, than the keys: where positions matter, those of the queries must be given."""
+"""Fewer or more queries than keys: where positions matter, those of the queries must be given."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ IDS = np.repeat([[0, 1], [2, -1]], 6, axis=1).astype(np.int32)
 
 
 def qkv(queries):
-    """Queries, the last of those of a whole row, and its keys and values."""
+    """The last queries of a row, and all its keys and values."""
     q, k, v = np.random.default_rng(1).normal(size=(3, ROWS, KEYS, HEADS, SIZE)).astype(np.float32)
     return q[:, KEYS - queries :], k, v
 
@@ -28,7 +28,7 @@ def branch(q, k):
     return Branch(2 * q, k, Beyond(4))
 
 
-READING = {
+NEEDS_POSITIONS = {
     "typed mask": lambda q, k: {"mask": Causal()},
     "mask turned round": lambda q, k: {"mask": ~Window(3)},
     "typed mask and an array": lambda q, k: {"mask": Window(20) & np.ones((1, KEYS), bool)},
@@ -37,7 +37,7 @@ READING = {
     "remap": lambda q, k: {"remap": branch(q, k)},
     "decay": lambda q, k: {"decay": np.full(SIZE, 0.01), "mask": Causal()},
 }
-BLIND = {
+NEEDS_NO_POSITIONS = {
     "nothing": lambda queries: {},
     "an array bias": lambda queries: {"bias": SHOWN[..., :queries, :].astype(np.float32)},
     "an array mask": lambda queries: {"mask": SHOWN[..., :queries, :]},
@@ -52,16 +52,18 @@ BLIND = {
 
 
 def refused(queries):
-    words = rf"q_positions=Range\({KEYS} - {queries}, {queries}\), with posjax.positions.Range"
-    return pytest.raises(ValueError, match=f"q_positions must be given for {queries} queries and {KEYS} keys.*{words}")
+    suggestion = rf"q_positions=Range\({KEYS} - {queries}, {queries}\), with posjax.positions.Range"
+    return pytest.raises(
+        ValueError, match=f"q_positions must be given for {queries} queries and {KEYS} keys.*{suggestion}"
+    )
 
 
-def assert_last(attend, *leaving):
-    """``attend(q, k, v, **where)`` of the last queries, with their positions, is the end of a whole row."""
+def assert_last(attend, *counts):
+    """Asserts that the last queries, with their positions, give the last outputs of a whole row."""
 
     @jax.jit
     def run(q, k, v):
-        last = {n: attend(q[:, KEYS - n :], k, v, q_positions=Range(KEYS - n, n)) for n in leaving}
+        last = {n: attend(q[:, KEYS - n :], k, v, q_positions=Range(KEYS - n, n)) for n in counts}
         return attend(q, k, v), last
 
     whole, last = jax.device_get(run(*qkv(KEYS)))
@@ -69,16 +71,16 @@ def assert_last(attend, *leaving):
         np.testing.assert_allclose(found, whole[:, -queries:], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", READING)
-def test_attention_asks_where_the_queries_stand(name):
-    """With the positions that the message shows, they are the last of a whole row."""
+@pytest.mark.parametrize("name", NEEDS_POSITIONS)
+def test_attention_requires_positions_of_the_queries(name):
+    """With the positions that the message suggests, the outputs are the last ones of a whole row."""
 
     def attend(q, k, v, **where):
-        return pj.attention(q, k, v, **READING[name](q, k), **where, implementation="dense")
+        return pj.attention(q, k, v, **NEEDS_POSITIONS[name](q, k), **where, implementation="dense")
 
     for queries in (1, 5):
         q, k, v = qkv(queries)
-        options = READING[name](q, k)
+        options = NEEDS_POSITIONS[name](q, k)
         with refused(queries):
             pj.attention(q, k, v, **options)
         with refused(queries):
@@ -86,30 +88,30 @@ def test_attention_asks_where_the_queries_stand(name):
     assert_last(attend, 1, 5)
 
 
-def test_more_queries_than_keys_are_asked_too():
+def test_more_queries_than_keys_require_positions_too():
     q, k, v = qkv(KEYS)
     with pytest.raises(ValueError, match=r"12 queries and 4 keys.*start at 0 write q_positions=Range\(0, 12\)"):
         pj.attention(q, k[:, :4], v[:, :4], mask=Causal())
 
 
 @pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("name", BLIND)
+@pytest.mark.parametrize("name", NEEDS_NO_POSITIONS)
 def test_cross_attention_without_positions_needs_none(name, queries):
-    """Whatever positions are given change nothing."""
+    """If positions are given, they change nothing."""
     q, k, v = qkv(queries)
-    attend = jax.jit(partial(pj.attention, **BLIND[name](queries), implementation="dense"))
+    attend = jax.jit(partial(pj.attention, **NEEDS_NO_POSITIONS[name](queries), implementation="dense"))
     moved = attend(q, k, v, q_positions=Range(7, queries), kv_positions=np.arange(KEYS)[::-1])
     np.testing.assert_array_equal(attend(q, k, v), moved)
 
 
-def test_as_many_queries_as_keys_stand_where_they_do():
+def test_as_many_queries_as_keys_have_the_same_positions():
     q, k, v = qkv(KEYS)
     given = pj.attention(q, k, v, mask=Causal(), q_positions=Range(0, KEYS), kv_positions=Range(0, KEYS))
     np.testing.assert_array_equal(pj.attention(q, k, v, mask=Causal()), given)
 
 
-def test_devices_of_a_mesh_ask_as_well():
-    """``context_attention`` stands for ``attention`` inside ``shard_map``."""
+def test_context_attention_requires_positions_too():
+    """Inside ``shard_map``, ``context_attention`` replaces ``attention``."""
     q, k, v = qkv(1)
     with refused(1):
         context_attention(q, k, v, mask=Causal(), placement=Placement())
@@ -127,7 +129,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_schemes_ask_where_the_queries_stand(name):
+def test_schemes_require_positions_of_the_queries(name):
     scheme = SCHEMES[name]
     params = scheme.init(jax.random.key(1), HEADS, SIZE) | scheme.init_shared(jax.random.key(2), HEADS, SIZE)
     attend = partial(scheme.attend, params=params, implementation="dense")
@@ -143,7 +145,7 @@ def test_schemes_ask_where_the_queries_stand(name):
 
 @pytest.mark.parametrize("options", [{}, {"mask": SHOWN[..., :3, :]}, {"mask": Segments(IDS[:, -3:], IDS)}])
 def test_schemes_without_positions_cross_attend(options):
-    """Two sides; what is causal reads positions, and so does a typed mask."""
+    """Only if they are not causal and have no typed mask: both read positions."""
     q, k, v = qkv(3)
     got = pj.Scheme(norm=pj.norms.QKNorm()).attend(q, k, v, params=NORM, causal=False, **options)
     assert got.shape == q.shape
@@ -156,12 +158,15 @@ def test_schemes_without_positions_cross_attend(options):
 NORM = pj.Scheme(norm=pj.norms.QKNorm()).init(jax.random.key(0), HEADS, SIZE)
 
 
-def test_coca_asks_for_bias_and_mask_alone():
+def test_coca_requires_positions_only_for_bias_and_mask():
     """The rotation is in the tables, which the caller aligns."""
     q, k, v = qkv(1)
     t = k[..., : SIZE // 2]
-    there = pj.rotary.inverse_frequencies(SIZE)
-    tables = {"table": pj.rotary_table(Range(KEYS - 1, 1), there), "kv_table": pj.rotary_table(Range(0, KEYS), there)}
+    frequencies = pj.rotary.inverse_frequencies(SIZE)
+    tables = {
+        "table": pj.rotary_table(Range(KEYS - 1, 1), frequencies),
+        "kv_table": pj.rotary_table(Range(0, KEYS), frequencies),
+    }
     last = jax.jit(coca_attention)(q, t, v, **tables)
     with refused(1):
         coca_attention(q, t, v, **tables, mask=Causal())

@@ -1,4 +1,4 @@
-"""Plain arrays as masks and biases: alone, composed with typed masks, and wherever attention goes."""
+"""Plain arrays as masks and biases: alone, composed with typed masks, in schemes, modules, meshes and backends."""
 
 import logging
 import re
@@ -30,12 +30,12 @@ IDS = np.repeat([[0, 1, -1], [0, 0, 2]], [7, 8, 5], axis=1).astype(np.int32)
 SAME = ((IDS[:, :, None] == IDS[:, None]) & (IDS[:, :, None] >= 0))[:, None]
 
 
-def shown(*shape, seed=0, share=0.6) -> np.ndarray:
+def random_mask(*shape, seed=0, share=0.6) -> np.ndarray:
     """A random boolean array."""
     return np.random.default_rng(seed).random(shape) < share
 
 
-def added(*shape) -> np.ndarray:
+def random_bias(*shape) -> np.ndarray:
     """A random bias."""
     return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)
 
@@ -48,34 +48,38 @@ def qkv() -> tuple:
 
 @partial(jax.jit, static_argnames="implementation")
 def attend(q, k, v, **options):
-    """``attention`` in one program."""
+    """``attention`` under ``jit``."""
     return pj.attention(q, k, v, **options)
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of which both lengths are no multiple."""
+    """Tiles whose sizes do not divide the number of tokens."""
     monkeypatch.setitem(BACKENDS, "blockwise", of_tiles(8, 6))
 
 
-OF_ROWS, OF_HEADS, OF_QUERIES = shown(ROWS, 1, 1, TOKENS), shown(HEADS, TOKENS, TOKENS), shown(ROWS, 1, TOKENS, 1)
-OF_PAIRS, ALL = shown(TOKENS, TOKENS), shown(ROWS, HEADS, TOKENS, TOKENS)
+OF_ROWS, OF_HEADS, OF_QUERIES = (
+    random_mask(ROWS, 1, 1, TOKENS),
+    random_mask(HEADS, TOKENS, TOKENS),
+    random_mask(ROWS, 1, TOKENS, 1),
+)
+OF_PAIRS, ALL = random_mask(TOKENS, TOKENS), random_mask(ROWS, HEADS, TOKENS, TOKENS)
 CASES = {
-    "[q, k]": (added(TOKENS, TOKENS), lambda: OF_PAIRS, OF_PAIRS),
-    "[heads, q, k]": (added(HEADS, TOKENS, TOKENS), lambda: Causal() & jnp.asarray(OF_ROWS), LOWER & OF_ROWS),
-    "[batch, 1, 1, k]": (added(ROWS, 1, 1, TOKENS), lambda: jnp.asarray(OF_HEADS) | Window(4), OF_HEADS | NEAR),
-    "[1, heads, q, 1]": (added(1, HEADS, TOKENS, 1), lambda: ~(OF_HEADS & Segments(IDS)), ~(OF_HEADS & SAME)),
+    "[q, k]": (random_bias(TOKENS, TOKENS), lambda: OF_PAIRS, OF_PAIRS),
+    "[heads, q, k]": (random_bias(HEADS, TOKENS, TOKENS), lambda: Causal() & jnp.asarray(OF_ROWS), LOWER & OF_ROWS),
+    "[batch, 1, 1, k]": (random_bias(ROWS, 1, 1, TOKENS), lambda: jnp.asarray(OF_HEADS) | Window(4), OF_HEADS | NEAR),
+    "[1, heads, q, 1]": (random_bias(1, HEADS, TOKENS, 1), lambda: ~(OF_HEADS & Segments(IDS)), ~(OF_HEADS & SAME)),
     "[batch, heads, q, k]": (
-        added(ROWS, HEADS, TOKENS, TOKENS),
+        random_bias(ROWS, HEADS, TOKENS, TOKENS),
         lambda: (~Window(4) & OF_QUERIES) | (FirstTokens(2) & ALL),
         (~NEAR & OF_QUERIES) | ((COLUMN < 2) & ALL),
     ),
-    "bfloat16": (added(1, HEADS, TOKENS, TOKENS).astype(jnp.bfloat16), lambda: ~as_mask(ALL), ~ALL),
+    "bfloat16": (random_bias(1, HEADS, TOKENS, TOKENS).astype(jnp.bfloat16), lambda: ~as_mask(ALL), ~ALL),
 }
 
 
 def with_gradients(mask, implementation, q, k, v, bias) -> tuple:
-    """Output, log-sum-exp, and gradients of what both weigh: a bias for whole rows moves the second alone."""
+    """Output, log-sum-exp, and gradients through both: a bias that is constant along a row changes only the second."""
 
     def attend(*values):
         options = {"mask": mask(), "implementation": implementation, "return_residuals": True}
@@ -89,7 +93,7 @@ def with_gradients(mask, implementation, q, k, v, bias) -> tuple:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", CASES)
 def test_arrays_that_broadcast(name, qkv):
-    """The bias has the shape of the name, the mask another; forward against NumPy, gradients against one tile."""
+    """The bias has the shape in the name, the mask another one; forward against NumPy, gradients against one tile."""
     bias, mask, allowed = CASES[name]
     wide = np.asarray(bias, np.float32)
     want, lse = oracles.attention(*qkv, bias=wide.reshape((1,) * (4 - bias.ndim) + bias.shape), allowed=allowed)
@@ -107,16 +111,16 @@ def test_arrays_that_broadcast(name, qkv):
 
 @pytest.mark.parametrize("shape", [(), (TOKENS,), (TOKENS, 1), (HEADS, 1, 1), (1, 1, 1, 1)])
 def test_fewer_axes(shape, qkv):
-    bias, mask = added(*shape), shown(*shape, seed=1) | np.eye(TOKENS, dtype=bool)[..., :1]
-    as_it_is = pj.attention(*qkv, bias=bias, mask=mask)
+    bias, mask = random_bias(*shape), random_mask(*shape, seed=1) | np.eye(TOKENS, dtype=bool)[..., :1]
+    found = pj.attention(*qkv, bias=bias, mask=mask)
     whole = (ROWS, HEADS, TOKENS, TOKENS)
     want, _ = oracles.attention(*qkv, bias=np.broadcast_to(bias, whole), allowed=np.broadcast_to(mask, whole))
-    np.testing.assert_allclose(as_it_is, want, atol=1e-6)
+    np.testing.assert_allclose(found, want, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 def test_arrays_compose_from_both_sides(make):
-    array, there = make(OF_PAIRS), Range(0, TOKENS)
+    array, positions = make(OF_PAIRS), Range(0, TOKENS)
     for mask, want in (
         (array & Causal(), OF_PAIRS & LOWER),
         (Causal() & array, OF_PAIRS & LOWER),
@@ -125,13 +129,13 @@ def test_arrays_compose_from_both_sides(make):
         (~as_mask(array), ~OF_PAIRS),
         (~(array | ~Causal()), ~OF_PAIRS & LOWER),
     ):
-        chex.assert_shape(got := materialise(mask, there, there), (1, 1, TOKENS, TOKENS))
+        chex.assert_shape(got := materialise(mask, positions, positions), (1, 1, TOKENS, TOKENS))
         np.testing.assert_array_equal(got[0, 0], want)
 
 
 def test_traced_arrays_compose_and_vmap(qkv):
     """One mask for each of several calls, composed inside of ``jit`` and ``vmap``."""
-    many = shown(3, TOKENS, TOKENS)
+    many = random_mask(3, TOKENS, TOKENS)
     got = jax.jit(jax.vmap(lambda array: pj.attention(*qkv, mask=array & Causal())))(many)
     for found, array in zip(got, many, strict=True):
         np.testing.assert_allclose(found, oracles.attention(*qkv, allowed=LOWER & array)[0], atol=1e-6)
@@ -152,8 +156,8 @@ def test_a_row_that_an_array_hides_gives_zero_and_no_gradient(qkv):
     np.testing.assert_array_equal(d_q[:, 3], 0)
 
 
-def test_a_cache_of_ones_own_with_its_valid_keys_as_an_array(qkv):
-    """One query beside keys of which each row holds some; nothing here reads positions."""
+def test_a_cache_of_the_user_with_its_valid_keys_as_an_array(qkv):
+    """One query; the rows of the cache hold different numbers of valid keys. Nothing reads positions."""
     q, k, v = qkv
     valid = (np.arange(TOKENS) < np.array([[9], [17]]))[:, None, None]
     got = attend(q[:, :1], k, v, mask=valid)
@@ -164,7 +168,7 @@ def test_a_cache_of_ones_own_with_its_valid_keys_as_an_array(qkv):
 
 
 def test_schemes_take_arrays(qkv):
-    """An array of the segments is the mask of the segments."""
+    """A boolean array of the segments gives the same as ``Segments``."""
     scheme = pj.scheme("rope", mask={"name": "window", "size": 9})
     attend = jax.jit(scheme.attend)
     want = attend(*qkv, mask=Segments(IDS))
@@ -185,7 +189,7 @@ def test_the_module_takes_an_array():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cope_counts_the_keys_that_an_array_shows(backend, qkv):
-    bias = pj.bias.CoPE(5).bind({"table": added(5, SIZE)}, num_heads=HEADS)
+    bias = pj.bias.CoPE(5).bind({"table": random_bias(5, SIZE)}, num_heads=HEADS)
     array = attend(*qkv, bias=bias, mask=LOWER & SAME, implementation=backend)
     typed = attend(*qkv, bias=bias, mask=Causal() & Segments(IDS), implementation=backend)
     np.testing.assert_allclose(array, typed, atol=1e-6)
@@ -206,18 +210,18 @@ def test_cope_counts_the_keys_that_an_array_shows(backend, qkv):
     ],
 )
 def test_schemes_over_meshes_take_arrays(kind, causal):
-    """As many queries as rows, which must not be taken for them; and a pattern for each of the heads that are split."""
+    """There are as many queries as rows, but they must not be confused. Heads are split, and a mask differs by head."""
     x = np.random.default_rng(0).normal(size=(8, 8, HEADS, SIZE)).astype(np.float32)
-    where, scheme = meshes.mesh(kind), pj.Scheme()
+    mesh, scheme = meshes.mesh(kind), pj.Scheme()
 
     @partial(jax.jit, static_argnames="partition")
-    def attend(x, mask, **told):
-        return scheme.attend(x, x, x, mask=mask, causal=causal, **told)
+    def attend(x, mask, **options):
+        return scheme.attend(x, x, x, mask=mask, causal=causal, **options)
 
     for shape in ((8, 8), (HEADS, 8, 8), (8, 1, 1, 8)):
-        mask = shown(*shape)
-        with jax.set_mesh(where):
-            got = attend(meshes.put(where, x), mask, **meshes.partition(kind))
+        mask = random_mask(*shape)
+        with jax.set_mesh(mesh):
+            got = attend(meshes.put(mesh, x), mask, **meshes.partition(kind))
         want, _ = oracles.attention(x, x, x, allowed=mask & np.tri(8, dtype=bool) if causal else mask)
         np.testing.assert_allclose(jax.device_get(got), want, atol=1e-6)
 
@@ -225,12 +229,12 @@ def test_schemes_over_meshes_take_arrays(kind, causal):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask": shown(1, 2, 8, 8)}, "mask: it has one pattern for each of 2 heads, but q has 4"),
-        ({"mask": shown(4, 1, 8, 8)}, "= [8, heads, 8, 8], found shape (4, 1, 8, 8)"),
-        ({"bias": added(2, 1, 8, 8)}, "bias must have 1 or 8 for its axis 'batch', found shape (2, 1, 8, 8)"),
+        ({"mask": random_mask(1, 2, 8, 8)}, "mask: it has one pattern for each of 2 heads, but q has 4"),
+        ({"mask": random_mask(4, 1, 8, 8)}, "= [8, heads, 8, 8], found shape (4, 1, 8, 8)"),
+        ({"bias": random_bias(2, 1, 8, 8)}, "bias must have 1 or 8 for its axis 'batch', found shape (2, 1, 8, 8)"),
     ],
 )
-def test_the_rows_and_heads_of_one_device_are_not_those_of_a_call(options, message):
+def test_shapes_that_fit_one_device_may_not_fit_the_call(options, message):
     x = jnp.zeros((8, 8, HEADS, SIZE))
     with jax.set_mesh(meshes.mesh("explicit", (2, 2))), pytest.raises(ValueError, match=re.escape(message)):
         pj.attention(*[jax.device_put(x, P("data", None, "tensor"))] * 3, **options)
@@ -239,18 +243,20 @@ def test_the_rows_and_heads_of_one_device_are_not_those_of_a_call(options, messa
 @pytest.mark.parametrize("strategy", ["ring", "all-gather", "ulysses", "neighbour", "auto"])
 def test_arrays_over_pairs_are_refused_where_devices_share_a_row(strategy):
     """Before anything compiles: as a mask, as part of one, of remapped pairs, and as a bias."""
-    where, x = Placement(context="tensor", strategy=strategy), jnp.zeros((ROWS, TOKENS, HEADS, SIZE))
+    placement, x = Placement(context="tensor", strategy=strategy), jnp.zeros((ROWS, TOKENS, HEADS, SIZE))
     found = "an array over pairs of tokens is not supported if the 2 devices of axis 'tensor' share a row"
 
     def refused(name, function, **per_row):
         with pytest.raises(ValueError, match=f"^{name}: {found}"):
-            attend_on_mesh(lambda _, qkv, rest: function(*qkv, **rest, placement=where), where, None, [x] * 3, per_row)
+            attend_on_mesh(
+                lambda _, qkv, rest: function(*qkv, **rest, placement=placement), placement, None, [x] * 3, per_row
+            )
 
     with jax.set_mesh(meshes.mesh("auto")):
         refused("mask", pj.Scheme(mask=Window(3)).attend, mask=OF_PAIRS)
         refused("mask", pj.Scheme(mask=Window(3)).attend, mask=~(Segments(IDS) & OF_PAIRS))
         refused("mask", partial(context_attention, remap=Branch(x[:, :10], x[:, :10], as_mask(OF_PAIRS))))
-        refused("bias and mask", partial(context_attention, bias=added(TOKENS, TOKENS), mask=OF_PAIRS))
+        refused("bias and mask", partial(context_attention, bias=random_bias(TOKENS, TOKENS), mask=OF_PAIRS))
 
 
 def test_one_device_takes_a_row_in_any_order(qkv):
@@ -266,7 +272,7 @@ def test_one_device_takes_a_row_in_any_order(qkv):
 # Backends.
 
 
-def test_the_kernel_for_tpus_gives_way_and_says_why(caplog):
+def test_the_tpu_kernel_is_not_used_and_the_log_says_why(caplog):
     x = jnp.zeros((1, 520, 1, SIZE))
     pairs = jnp.zeros((520, 520))
     reasons = {
@@ -281,8 +287,8 @@ def test_the_kernel_for_tpus_gives_way_and_says_why(caplog):
             pj.attention(x, x, x, **options, implementation="tpu")
 
 
-def test_the_gradient_of_a_bias_is_the_one_array_of_its_size():
-    """Beside what comes in and goes out, a bias of 32 MiB needs no more than the tiles of its batch."""
+def test_the_gradient_of_a_bias_is_the_only_array_of_its_size():
+    """Besides inputs and outputs, a bias of 32 MiB needs only the memory of tiles."""
     x, bias = jnp.zeros((1, 2048, 2, SIZE)), jnp.zeros((1, 2, 2048, 2048))
 
     def loss(x, bias):
@@ -305,20 +311,29 @@ def test_the_gradient_of_a_bias_is_the_one_array_of_its_size():
         ({"mask": Causal}, "found the class Causal: write Causal(...)"),
         ({"mask": OF_PAIRS[:7]}, "mask must broadcast to [batch, heads, queries, keys] = [2, heads, 20, 20], found"),
         ({"mask": Causal() & OF_PAIRS[:, 1:]}, "[2, heads, 20, 20], found shape (1, 1, 20, 19)"),
-        ({"mask": shown(3, 1, 1, 20)}, "mask must broadcast to [batch, heads, queries, keys] = [2, heads, 20, 20], fo"),
-        ({"mask": shown(3, 20, 20)}, "mask: it has one pattern for each of 3 heads, but q has 4"),
-        ({"mask": ~as_mask(shown(3, 20, 20))}, "mask: it has one pattern for each of 3 heads, but q has 4"),
-        ({"mask": shown(1, 2, 4, 20, 20)}, "mask must broadcast to [batch, heads, queries, keys], found shape (1, 2, "),
+        (
+            {"mask": random_mask(3, 1, 1, 20)},
+            "mask must broadcast to [batch, heads, queries, keys] = [2, heads, 20, 20], fo",
+        ),
+        ({"mask": random_mask(3, 20, 20)}, "mask: it has one pattern for each of 3 heads, but q has 4"),
+        ({"mask": ~as_mask(random_mask(3, 20, 20))}, "mask: it has one pattern for each of 3 heads, but q has 4"),
+        (
+            {"mask": random_mask(1, 2, 4, 20, 20)},
+            "mask must broadcast to [batch, heads, queries, keys], found shape (1, 2, ",
+        ),
         ({"bias": OF_PAIRS}, "floating dtype, found bool; a boolean array is a mask: pass it as mask="),
         ({"bias": jnp.ones((20, 20), int)}, "bias must be of a floating dtype, found int32"),
         ({"bias": 0.5}, "bias must be a posjax bias, the spec of one, or an array, found float"),
         ({"bias": [[0.5]]}, "bias must be a posjax bias, the spec of one, or an array, found list"),
         (
-            {"bias": added(7, 20)},
+            {"bias": random_bias(7, 20)},
             "bias must broadcast to [batch, heads, queries, keys] = [2, heads, 20, 20], found sha",
         ),
-        ({"bias": added(3, 20, 20)}, "bias is bound for 3 heads, but q has 4"),
-        ({"bias": added(1, 2, 4, 20, 20)}, "bias must broadcast to [batch, heads, queries, keys], found shape (1, 2, "),
+        ({"bias": random_bias(3, 20, 20)}, "bias is bound for 3 heads, but q has 4"),
+        (
+            {"bias": random_bias(1, 2, 4, 20, 20)},
+            "bias must broadcast to [batch, heads, queries, keys], found shape (1, 2, ",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -327,8 +342,8 @@ def test_arrays_that_do_not_fit(backend, options, message, qkv):
         jax.eval_shape(partial(pj.attention, **options, implementation=backend), *qkv)
 
 
-def test_fewer_queries_hide_no_other_fault(qkv):
-    """A list is no mask, whatever the lengths are."""
+def test_fewer_queries_hide_no_other_error(qkv):
+    """A list is an invalid mask for any lengths."""
     q, k, v = qkv
     with pytest.raises(ValueError, match="mask must be a posjax"):
         pj.attention(q[:, :3], k, v, mask=[[True]])

@@ -25,7 +25,7 @@ def draw(*heads):
 
 
 def minus_infinity(allowed):
-    """A mask as Hugging Face adds it."""
+    """A boolean mask as the additive mask of Hugging Face."""
     return torch.tensor(np.where(allowed, 0, np.finfo(np.float32).min), dtype=torch.float32)
 
 
@@ -35,7 +35,7 @@ CAUSAL = np.tri(TOKENS, dtype=bool)
 @pytest.mark.parametrize("implementation", BACKENDS)
 @pytest.mark.parametrize(("model", "name"), [("gpt_oss", "sinks"), ("gemma2", "softcap")])
 def test_eager_attention_and_its_gradients(model, name, implementation):
-    """gpt-oss: a logit of each head beside the row, unscaled. Gemma 2: ``c tanh(z / c)`` after the scale."""
+    """gpt-oss: each head adds one unscaled logit to its rows. Gemma 2: ``c tanh(z / c)`` after the scale."""
     eager = __import__(f"transformers.models.{model}.modeling_{model}", fromlist=["*"]).eager_attention_forward
     inputs, sinks = draw(HEADS, KV, KV), np.linspace(-1, 2, HEADS, dtype=np.float32)
     q, k, v, s = (torch.tensor(x, requires_grad=True) for x in (*inputs, sinks))
@@ -108,7 +108,7 @@ def test_attention_of_t5(decoder):
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_attention_of_longformer(first):
-    """A window of eight keys beside the query's own; global tokens through the same projections as the others."""
+    """A window of eight keys and the query's own; global tokens use the same projections as the others."""
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
     torch.manual_seed(0)

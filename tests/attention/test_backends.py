@@ -57,7 +57,7 @@ def _float64():
 
 
 def pairs_of(case: Case, values: dict, placed: dict) -> tuple:
-    """What bias, mask and branches say of every pair of tokens."""
+    """The values of bias, mask and branches for every pair of tokens."""
     at = placed["q_positions"], placed["kv_positions"]
     tokens = [p if p.ndim == 1 else p[:, None] for p in map(as_array, at)]
     bias = case.bias and case.bias.bind(values.get("bias"), num_heads=case.heads)
@@ -96,7 +96,7 @@ def oracle(case: Case, values: dict, pairs: tuple | None = None):
 
 
 def decays(q_positions, kv_positions):
-    """``exp(-a (i - j))`` as ``[batch or 1, 1, q, k, size]``; every row of a batch in packed rows has its own."""
+    """``exp(-a (i - j))`` as ``[batch or 1, 1, q, k, size]``; packed rows have one for each row of the batch."""
     q, k = (
         np.asarray(p) if not isinstance(p, Range) else p.start + np.arange(p.length)
         for p in (q_positions, kv_positions)
@@ -107,7 +107,7 @@ def decays(q_positions, kv_positions):
 
 @cases
 def test_every_backend_is_the_oracle_forward_and_backward(case, monkeypatch):
-    """Rows that see nothing give zero and have zero gradients, as have keys that nothing sees."""
+    """Rows that see nothing give zero. They have zero gradients, and so have keys that no query sees."""
     use_tiles(monkeypatch, case)
     values = inputs(case)
 
@@ -184,7 +184,7 @@ def test_lower_precisions(backend, dtype, monkeypatch):
 
 
 def test_empty_tiles_are_not_visited():
-    """Forbidden tiles full of NaN leave no trace, forward or backward: nothing was multiplied by them."""
+    """Tiles that the mask hides hold NaN. No result does, forward or backward: the tiles were not multiplied."""
     values = inputs(Case("window", queries=64, keys=64))
     poison = {name: values[name].copy() for name in "kv"}
     for array in poison.values():
@@ -213,10 +213,10 @@ def test_empty_tiles_are_not_visited():
 
 
 def test_tiles_on_one_side_of_a_boundary_compute_one_pair_of_features():
-    """NaN in remapped keys of near pairs, and in near keys of tiles of remapped pairs alone, leaves no trace."""
+    """NaN in remapped keys of near pairs, and in near keys of tiles with only remapped pairs, reaches no result."""
     values = inputs(Case("remap", queries=64, keys=64, remap=(Beyond(32),)))
     q, v = values["q"], values["v"]
-    always_near, long_far = slice(40, None), slice(40, None)
+    near_keys, far_queries = slice(40, None), slice(40, None)
 
     def run(q, k, v, q_remapped, k_remapped):
         remap = (RemappedPair(grouped(q_remapped, 2), jnp.moveaxis(k_remapped, 1, 2), Beyond(32)),)
@@ -229,14 +229,14 @@ def test_tiles_on_one_side_of_a_boundary_compute_one_pair_of_features():
         return out, transpose(jnp.ones_like(out))
 
     poisoned, near = values["k0"].copy(), values["k"].copy()
-    poisoned[:, always_near] = near[:, :8] = np.nan
+    poisoned[:, near_keys] = near[:, :8] = np.nan
     chex.assert_tree_all_finite(both_ways(q, values["k"], v, values["q0"], poisoned))
     out, _ = jax.device_get(both_ways(q, near, v, values["q0"], values["k0"]))
-    chex.assert_tree_all_finite(out[..., long_far, :])
+    chex.assert_tree_all_finite(out[..., far_queries, :])
     assert np.isnan(out[..., :32, :]).any(), "there the near keys are needed"
 
 
-def test_by_itself_attention_takes_memory_linear_in_the_length():
+def test_by_default_attention_takes_memory_linear_in_the_length():
     """The compiler's own plan for forward and backward at 4096 tokens: far below one n x n array of 64 MiB."""
     shapes = [jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)] * 3
 
@@ -259,7 +259,7 @@ LONG = np.sort(np.random.default_rng(0).integers(0, 4, (BATCH, 600))).astype(np.
     ],
     ids=["packed and lambda", "packed", "lambda"],
 )
-def test_with_its_own_tiles_beyond_one_tile(mask):
+def test_default_tiles_beyond_one_tile(mask):
     values = inputs(Case("long", queries=600, keys=600, heads=2, kv_heads=1), np.float32)
 
     def run(values, implementation=None):
@@ -294,7 +294,7 @@ def test_positions_of_any_integer_dtype(dtype):
         chex.assert_trees_all_close(got, want, atol=1e-12)
 
 
-def test_the_last_positions_of_int32_need_no_room_beyond_them(monkeypatch):
+def test_the_last_positions_of_int32_do_not_overflow(monkeypatch):
     end = Range(2**31 - 13, 13)
     case = Case("end", bias=ALiBi(), mask=Causal() & Window(5), q_positions=end, kv_positions=end)
     use_tiles(monkeypatch, case)

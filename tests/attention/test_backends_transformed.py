@@ -40,11 +40,11 @@ def test_under_vmap(name, monkeypatch):
 
 
 def sharded_loss(case: Case, backend: str, values: dict):
-    """The loss over a batch split over two devices, with the parameters of the bias the same on all."""
+    """The loss over a batch split over two devices; both have the same parameters of the bias."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    placed = {name: P("data") if name in "qkv" else P() for name in values}
+    specs = {name: P("data") if name in "qkv" else P() for name in values}
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(placed,), out_specs=P())
+    @partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=P())
     def local(values):
         return jax.lax.psum(loss(case, backend, values), "data")
 
@@ -109,13 +109,15 @@ def test_segments_that_differ_per_device_inside_shard_map(backend, monkeypatch):
     use_tiles(monkeypatch, case)
     values = inputs(case)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    placed = {name: P("data") if name in "qkv" else P() for name in values}
+    specs = {name: P("data") if name in "qkv" else P() for name in values}
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(placed, P("data")), out_specs=P("data"))
+    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
     def local(values, ids):
-        where = from_segments(ids)
-        mine = dataclasses.replace(case, mask=Causal() & Segments(ids), q_positions=where, kv_positions=where)
-        return call(mine, values, backend)[0]
+        positions = from_segments(ids)
+        local_case = dataclasses.replace(
+            case, mask=Causal() & Segments(ids), q_positions=positions, kv_positions=positions
+        )
+        return call(local_case, values, backend)[0]
 
     gradient = jax.jit(jax.grad(lambda v: (local(v, IDS) ** 2).sum()))(values)
     want = jax.jit(jax.grad(lambda v: (call(case, v, "dense")[0] ** 2).sum()))(values)

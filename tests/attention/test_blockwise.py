@@ -1,4 +1,4 @@
-"""What blockwise attention decides beforehand: sizes of tiles, which of them are visited, and how each is scored."""
+"""Decisions of blockwise attention before it runs: sizes of tiles, which are visited, and how each is scored."""
 
 import dataclasses
 import importlib
@@ -29,7 +29,7 @@ def operands(*heads, queries=8, keys=8, **slots) -> Operands:
 @pytest.mark.parametrize(
     ("heads", "run", "tokens"),
     [
-        # 8 tiles of 512 x 512 are 2^21 logits, 9 are more; 512 of 64 x 64 are as many, and there it ends.
+        # 8 tiles of 512 x 512 have 2^21 logits, 9 have more; 512 tiles of 64 x 64 have as many, and 64 is the least.
         ((2, 2, 2), None, 512),
         ((3, 3, 1), None, 256),
         ((1, 1, 9), None, 256),
@@ -47,7 +47,7 @@ def test_a_tile_has_two_million_logits_at_most_down_to_64_tokens(heads, run, tok
     [((1, 2, 8), 1, Blocks(1, 2**17)), ((1, 1, 1), 100, Blocks(100, 2**14)), ((64, 8, 4), 1, Blocks(1, 1024))],
 )
 def test_of_few_queries_a_tile_has_many_keys(heads, queries, wanted):
-    """As many as make 2^21 logits, of 16 heads and one query 2^17; or 2^21 features."""
+    """As many as give 2^21 logits (2^17 keys for 16 heads and one query) or 2^21 features."""
     x = operands(*heads, queries=queries, keys=2**18)
     assert _choose_blocks(x) == wanted
     wide = dataclasses.replace(x, q=np.zeros((1, 2, 8, 1, 64)))
@@ -56,7 +56,7 @@ def test_of_few_queries_a_tile_has_many_keys(heads, queries, wanted):
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "rows"),
-    # 8 heads of 128 x 128 are 2^17 logits, a tile has 16 of these; 8 heads of 512 x 512 are one tile.
+    # 8 heads of 128 x 128 have 2^17 logits, and a tile has room for 16 rows of them; 8 heads of 512 x 512 fill a tile.
     [((8, 8, 1), 512, 8), ((32, 8, 1), 512, 16), ((8, 4, 2), 2048, 1), ((6, 2, 2), 2048, 2), ((6, 1, 2), 2048, 3)],
 )
 def test_rows_that_differ_share_tiles_while_these_are_a_quarter_of_a_row(heads, tokens, rows):
@@ -84,7 +84,7 @@ CALLS = {
         [WHOLE, FAR_WHOLE, BOTH_WHOLE, MASKED],
         [[4, 0, 0, 0], [1, 4, 0, 0], [3, 1, 4, 0], [2, 3, 1, 4]],
     ),
-    # Two rows of a batch: a tile is empty or whole where it is in both.
+    # Two rows of a batch: a tile is empty or whole only if it is so in both.
     "packed": (
         {"mask": Segments(np.array([[0] * 8, [0] * 4 + [1] * 4]), np.array([[0] * 8, [0] * 4 + [1] * 4]))},
         [WHOLE, MASKED],
@@ -95,7 +95,7 @@ CALLS = {
 
 @pytest.mark.parametrize(("slots", "kinds", "wanted"), CALLS.values(), ids=CALLS)
 def test_the_kinds_of_tiles_of_two_tokens_by_hand(slots, kinds, wanted):
-    """Those that occur where that is known; where positions are not, all there could be."""
+    """Known positions give the kinds that occur; unknown positions give every possible kind."""
     x = operands(2, 1, 1, **slots)
     known = plan_tiles(x, Blocks(2, 2), together=True)
     assert isinstance(known.grid, np.ndarray), "what is known when tracing is no part of the program"
@@ -118,7 +118,7 @@ def test_visits_go_kind_after_kind_and_leave_out_the_empty():
 
 
 def test_keys_that_padding_has_added_are_hidden():
-    """Six true keys of eight in blocks of two and of four; which tiles they leave is known when tracing."""
+    """Six of eight keys are real, in blocks of two and of four. The kinds of tiles are known when tracing."""
     mask = pad(operands(1, 1, 1, queries=3, keys=6), 3, 4).mask
     none = np.zeros(3, np.int32)
     for size, some, every in ((2, [[1, 1, 1, 0]], [[1, 1, 1, 0]]), (4, [[1, 1]], [[1, 0]])):
@@ -137,11 +137,11 @@ def test_positions_stay_a_range_while_padding_stays_within_int32():
 
 
 @pytest.mark.parametrize("which", ["queries", "keys"])
-def test_rows_with_places_of_their_own_are_taken_one_by_one(which):
-    """Queries and keys are all zero, so that each query takes the mean of the values that it sees."""
+def test_rows_with_different_positions_are_processed_one_by_one(which):
+    """Queries and keys are all zero, so each query gives the mean of the values that it sees."""
     places = np.arange(8, dtype=np.int32) + np.array([[0], [3]], np.int32)
-    own = {f"{'q' if which == 'queries' else 'kv'}_positions": places}
-    x = operands(2, 1, 1, mask=Causal(), **own)
+    positions = {f"{'q' if which == 'queries' else 'kv'}_positions": places}
+    x = operands(2, 1, 1, mask=Causal(), **positions)
     x = dataclasses.replace(x, v=np.arange(32, dtype=np.float32).reshape(2, 1, 8, 2))
     found, _ = jax.jit(lambda: blockwise(x, Blocks(8, 4)))()
     for row, ahead in ((0, 0), (1, 3 if which == "queries" else -3)):

@@ -1,4 +1,4 @@
-"""Positions as callers give them, and as backends read them: a Range, one row for the batch, or a row each."""
+"""Checks of positions: a Range, one row for the whole batch, or one row for each sequence."""
 
 import chex
 import numpy as np
@@ -19,7 +19,7 @@ from posjax.positions import Range
         (1, (2, 1), (2, 1)),
     ],
 )
-def test_a_single_row_of_positions_is_that_of_every_row(length, given, wanted):
+def test_a_single_row_of_positions_serves_the_whole_batch(length, given, wanted):
     positions = np.arange(np.prod(given)).reshape(given)
     found = checked_positions("q_positions", positions, np.zeros((2, length, 1, 4)))
     chex.assert_shape(found, wanted)

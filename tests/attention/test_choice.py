@@ -1,6 +1,6 @@
 """Which backend runs: asked for by name, or chosen when a program is lowered for its platform.
 
-Programs are lowered for TPUs and NVIDIA GPUs on the CPU. What is compared are the kernels that their text names.
+Programs are lowered for TPUs and NVIDIA GPUs on the CPU. The tests compare the kernels that their text names.
 """
 
 import logging
@@ -43,18 +43,18 @@ def inputs(batch=BATCH, tokens=TOKENS, dtype=jnp.float32) -> tuple:
 
 
 def gradient(function):
-    """Of the sum of squares of what an attention gives, for the first three arguments."""
+    """The gradient of the sum of squares of an attention's output, for the first three arguments."""
     return jax.grad(lambda *x: jnp.square(function(*x).astype(jnp.float32)).sum(), argnums=(0, 1, 2))
 
 
 def lowered(function, *arguments, platform="tpu") -> str:
-    # A function of its own, so that nothing is taken from a trace made before.
+    # A new function, so that no earlier trace is reused.
     program = jax.jit(lambda *x: function(*x)).trace(*arguments)
     return program.lower(lowering_platforms=(platform,)).as_text()
 
 
 def traced(function, *arguments) -> None:
-    """Traces a function of its own; nothing is compiled or run."""
+    """Traces a new function; nothing is compiled or run."""
     jax.eval_shape(lambda *x: function(*x), *arguments)
 
 
@@ -78,8 +78,8 @@ def test_lowered_for_a_tpu_it_is_the_kernel_and_elsewhere_it_is_not():
         assert named(program.lower(lowering_platforms=(platform,)).as_text()) == found
 
 
-def test_the_scheduler_is_told_of_two_products_forward_and_of_five_backward():
-    """Forward one product over features and one over values; backward three and two. Of half of the pairs."""
+def test_the_cost_estimate_has_two_products_forward_and_five_backward():
+    """Forward: one product over features and one over values. Backward: three and two. All over half of the pairs."""
     q, k = np.zeros((2, 1, 1024, 2, 64), np.float32)
     v = np.zeros((1, 1024, 2, 32), np.float32)
     found = re.findall(r"flops\\22:(\d+)", lowered(gradient(causal), q, k, v))
@@ -87,7 +87,7 @@ def test_the_scheduler_is_told_of_two_products_forward_and_of_five_backward():
     assert list(map(int, found)) == [2 * pairs * (64 + 32), 2 * pairs * (3 * 64 + 2 * 32)]
 
 
-def test_asked_for_it_is_the_kernel_even_for_a_few_tokens():
+def test_if_asked_for_the_kernel_runs_even_for_a_few_tokens():
     few = inputs(tokens=20)
     assert kernels(causal, *few) == set()
     assert kernels(partial(causal, implementation="tpu"), *few) == {FORWARD}
@@ -99,7 +99,7 @@ def test_asked_for_it_is_the_kernel_even_for_a_few_tokens():
      ((16, 1, 2**15, 8), False), ((64, 64, 64, 8), True)],
 )  # fmt: skip
 def test_dense_is_the_default_while_all_logits_are_a_tile(monkeypatch, shape, dense):
-    """2^21 over rows and heads, and 512 x 512 of a head."""
+    """At most 2^21 logits over all rows and heads, and 512 x 512 per head."""
     taken = []
     monkeypatch.setitem(api.BACKENDS, "dense", Backend(lambda x: taken.append(x) or (x.q, x.q[..., 0]), None))
     rows, queries, keys, heads = shape
@@ -108,8 +108,8 @@ def test_dense_is_the_default_while_all_logits_are_a_tile(monkeypatch, shape, de
     assert bool(taken) == dense
 
 
-def test_above_it_the_default_takes_the_memory_of_blockwise():
-    """Temporaries of the gradients of 64 rows of 4 heads; those of ``dense`` are more than twice as much."""
+def test_above_one_tile_the_default_takes_the_memory_of_blockwise():
+    """Temporary memory of the gradients of 64 rows of 4 heads; ``dense`` takes more than twice as much."""
     x = [jax.ShapeDtypeStruct((64, 256, 4, 16), jnp.float32)] * 3
     found = [
         jax.jit(gradient(partial(causal, implementation=name))).lower(*x).compile().memory_analysis().temp_size_in_bytes
@@ -118,7 +118,7 @@ def test_above_it_the_default_takes_the_memory_of_blockwise():
     assert found[0] <= 1.3 * found[1] < found[2] / 2
 
 
-def test_on_a_cpu_it_is_blockwise_to_the_bit():
+def test_on_a_cpu_the_default_is_blockwise_to_the_bit():
     settings = {"mask": Causal() & (Window(300) | FirstTokens(4)), "bias": ALiBi(), "sinks": jnp.ones(HEADS)}
 
     @partial(jax.jit, static_argnums=0)
@@ -153,7 +153,7 @@ def test_what_the_kernel_takes(settings):
 
 
 def refused(name: str) -> tuple:
-    """Settings that the kernel does not take, and the reason."""
+    """Settings that the kernel does not support, and the reason."""
     key = jax.random.key(1)
 
     def bias(spec):
@@ -204,7 +204,7 @@ def test_a_misspelt_backend():
     ("pick", "scale"), [(lambda x: x.q, 0.1), (lambda x: x.remap[0].q, 0.2)], ids=["near", "remap"]
 )
 def test_queries_are_rounded_once_for_the_kernel(monkeypatch, pick, scale):
-    """``q scale log2 e`` to half a unit of the last of bfloat16's 8 digits, by a number; remapped queries too."""
+    """With a number as scale, ``q scale log2 e`` has a relative error of at most 2^-8; also for remapped queries."""
     factors = []
 
     def attend(x, options):
@@ -224,13 +224,13 @@ def test_queries_are_rounded_once_for_the_kernel(monkeypatch, pick, scale):
 
 
 def test_the_kernel_computes_what_dense_does():
-    """Base 2 goes in and comes out again."""
+    """The kernel works in base 2; its results are converted back."""
     q, k, v = inputs(1, 200, jnp.bfloat16)
     scale = np.linspace(0.1, 0.4, 200, dtype=np.float32)[:, None]
     settings = {"mask": Causal(), "scale": scale, "remap": Branch(q[:, ::-1], k, Beyond(90)), "return_residuals": True}
     settings["sinks"] = np.linspace(-1, 1, HEADS, dtype=np.float32)
     with pltpu.force_tpu_interpret_mode():
-        # The interpreter calls jax itself, so nothing else may be under way.
+        # The interpreter calls jax itself, so nothing else may run meanwhile.
         got = jax.block_until_ready(jax.jit(partial(attention, **settings, implementation="tpu"))(q, k, v))
     q, k, v, remap = jax.tree.map(lambda x: x.astype(np.float32), (q, k, v, settings["remap"]))
     want = jax.jit(partial(attention, **settings | {"remap": remap}, implementation="dense"))(q, k, v)
@@ -311,7 +311,7 @@ def test_inside_shard_map_it_is_the_kernel(bias):
 
 
 def test_a_step_of_a_decoder_planned_on_a_cpu_holds_the_kernel():
-    """As ``train`` plans it: parameters the same on all devices, rows over them, blocks in a scan."""
+    """As ``train`` plans it: parameters are replicated, rows are split over devices, blocks are in a scan."""
     config = pj.nn.DecoderConfig(
         vocab_size=32,
         num_layers=2,
@@ -349,19 +349,19 @@ def test_a_mesh_that_the_compiler_divides_is_left_to_blockwise(manual):
 @pytest.mark.parametrize("implementation", [None, "tpu"])
 def test_a_mesh_that_types_or_a_partition_divide_runs_the_kernel(implementation):
     rows, function = P("data", None, "model"), partial(causal, implementation=implementation)
-    told = jax.device_put(inputs(), NamedSharding(jax.make_mesh((4, 2), ("data", "model")), rows))
-    assert kernels(gradient(function), *told) == GRADIENTS
-    asked = jax.device_put(inputs(), NamedSharding(mesh(4, 2, names=("data", "model")), rows))
-    assert kernels(gradient(partial(function, partition=rows)), *asked) == GRADIENTS
+    typed = jax.device_put(inputs(), NamedSharding(jax.make_mesh((4, 2), ("data", "model")), rows))
+    assert kernels(gradient(function), *typed) == GRADIENTS
+    partitioned = jax.device_put(inputs(), NamedSharding(mesh(4, 2, names=("data", "model")), rows))
+    assert kernels(gradient(partial(function, partition=rows)), *partitioned) == GRADIENTS
 
 
-def test_a_kernel_that_is_given_up_for_want_of_a_partition_is_warned_of():
+def test_a_warning_says_that_a_partition_is_missing_for_the_kernel():
     """On a mesh of TPUs, and only where a partition would help."""
     chips = AbstractMesh(
         (8,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("TPU v5e", None, "tpu")
     )
-    where = NamedSharding(chips, P("data"))
-    values = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in inputs()]
+    sharding = NamedSharding(chips, P("data"))
+    values = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in inputs()]
     with pytest.warns(UserWarning, match=r"runs without its TPU kernel: .*partition=.*PartitionSpec\('data'"):
         jax.jit(lambda *x: causal(*x)).trace(*values)
     jax.jit(lambda *x: causal(*x, partition=P("data"))).trace(*values)
@@ -370,12 +370,12 @@ def test_a_kernel_that_is_given_up_for_want_of_a_partition_is_warned_of():
     )
 
 
-# NVIDIA GPUs. There is none here: a stand-in for its library tells a version, and programs are lowered, not run.
+# NVIDIA GPUs. None is needed: a stub of the library reports a version, and programs are lowered, not run.
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A host that looks as if it had an NVIDIA GPU and its libraries."""
+    """Makes the host look as if it had an NVIDIA GPU and its libraries."""
     library = SimpleNamespace(cudnn_get_version=lambda: 91002)
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", library)
     monkeypatch.setattr(cudnn, "has_gpu", lambda: True)
@@ -418,7 +418,7 @@ def test_lowered_for_a_gpu_it_is_cudnn(mask, kind, window, implementation):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_on_a_host_with_a_gpu_other_platforms_have_what_they_have_elsewhere():
+def test_a_gpu_on_the_host_changes_nothing_for_other_platforms():
     program = jax.jit(lambda *x: causal(*x)).trace(*HALF())
     found = {name: named(program.lower(lowering_platforms=(name,)).as_text()) for name in ("cuda", "tpu", "cpu")}
     assert found == {"cuda": {CUDNN}, "tpu": {FORWARD}, "cpu": set()}
@@ -433,7 +433,7 @@ def test_on_a_host_with_a_gpu_other_platforms_have_what_they_have_elsewhere():
     ],
     ids=["forward", "forward over reverse"],
 )
-def test_derivatives_that_cudnn_lacks_are_there_by_another_name(of, error):
+def test_derivatives_that_cudnn_lacks_are_available_from_blockwise(of, error):
     def along(**options):
         return lambda *x: jax.jvp(of(partial(causal, **options)), x, x)[1]
 
@@ -476,7 +476,7 @@ NOT_FOR_CUDNN = {
 
 
 def not_for_cudnn(name: str) -> tuple:
-    """An attention that cuDNN does not know, its arguments, and the reason."""
+    """An attention that cuDNN does not support, its arguments, and the reason."""
     settings, reason = NOT_FOR_CUDNN[name]
     settings = dict(settings)
     q, k, v = inputs(dtype=settings.pop("dtype", jnp.bfloat16))
@@ -506,7 +506,7 @@ def test_what_cudnn_does_not_take_is_lowered_without_it(name):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_choice_and_its_reason_are_said(caplog):
+def test_the_choice_and_its_reason_are_logged(caplog):
     with caplog.at_level(logging.DEBUG, logger="posjax"):
         traced(causal, *HALF())
         traced(partial(causal, bias=ALiBi()), *HALF())

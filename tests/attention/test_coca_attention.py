@@ -52,7 +52,7 @@ def table(length=LENGTH, start=0):
 eager = partial(coca_attention, mask=masks.Causal())
 causal = jax.jit(eager, static_argnames=("variant", "pairing", "implementation"))
 
-# Every two values of two columns.
+# Every pair of values of any two columns.
 COVERING = [
     ("strict", "half", 4, "dense"),
     ("strict", "half", 1, "blockwise"),
@@ -85,7 +85,7 @@ def test_tied_is_strict_on_doubled_queries():
 
 
 @pytest.mark.parametrize("variant", coca.VARIANTS)
-def test_fused_attention_of_jax_runs_the_features(variant):
+def test_fused_attention_of_jax_accepts_the_features(variant):
     q, t, v = inputs(tied=variant == "tied")
     v = np.concatenate([v, v, v], -1)[..., :SIZE]
 
@@ -105,7 +105,7 @@ def test_scaled_frequencies():
 
 
 @pytest.mark.parametrize("variant", coca.VARIANTS)
-def test_t10_decoding_from_cached_half_width_keys(variant):
+def test_decoding_from_cached_half_width_keys(variant):
     """Token by token with a cache of unrotated relu(t), rotated on read, equals the full forward."""
     q, t, v = inputs(tied=variant == "tied")
     full = np.asarray(causal(q, t, v, table=table(), variant=variant))
@@ -137,7 +137,7 @@ def test_gradients_against_central_differences_of_the_oracle(variant):
     inputs_ = inputs()
     rng = np.random.default_rng(3)
     weight = rng.standard_normal((BATCH, LENGTH, HEADS, 6))
-    along = [rng.standard_normal(a.shape) for a in inputs_]
+    directions = [rng.standard_normal(a.shape) for a in inputs_]
 
     def loss(q, t, v):
         return jnp.sum(causal(q, t, v, table=table(), variant=variant) * weight.astype(np.float32))
@@ -145,12 +145,13 @@ def test_gradients_against_central_differences_of_the_oracle(variant):
     step = 1e-6
     ends = [
         (
-            weight * oracle(*(np.asarray(a, np.float64) + e * d for a, d in zip(inputs_, along, strict=True)), variant)
+            weight
+            * oracle(*(np.asarray(a, np.float64) + e * d for a, d in zip(inputs_, directions, strict=True)), variant)
         ).sum()
         for e in (step, -step)
     ]
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs_)
-    slope = sum(np.vdot(np.asarray(g, np.float64), d) for g, d in zip(gradients, along, strict=True))
+    slope = sum(np.vdot(np.asarray(g, np.float64), d) for g, d in zip(gradients, directions, strict=True))
     np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""What a placement refuses and chooses, what its programs send and keep, and attention over a mesh against NumPy."""
+"""Placements: what they refuse and choose, what their programs send and store, and attention against NumPy."""
 
 import dataclasses
 import re
@@ -145,7 +145,7 @@ def test_the_cost_rule(sizes, strategy):
 
 
 def test_bytes_that_a_device_receives_by_hand():
-    """Of 4 devices with 16 tokens each: 3/4 of its queries and of each of its 2 key heads twice; 48 tokens' keys."""
+    """4 devices with 16 tokens each: 3/4 of the queries and of the keys, whose 2 heads are sent twice; or 48 keys."""
     sizes = Sizes(batch=2, length=64, heads=8, kv_heads=2, shards=4, features=24, query_features=40, itemsize=2)
     assert bytes_exchanged(sizes) == 2 * 16 * (8 * 40 + 4 * 24) * 2 * 3 // 4
     assert bytes_gathered(sizes) == 2 * 48 * 2 * 24 * 2
@@ -160,16 +160,16 @@ def projections(rows, length, dtype=np.float32):
     return [rng.standard_normal((rows, length, n, SIZE)).astype(dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def spread_attention(where: Placement, mesh, q, k, v, rows=None, **options):
-    """``context_attention`` over a mesh of tokens in their own order."""
-    layout = where.layout
+def spread_attention(placement: Placement, mesh, q, k, v, rows=None, **options):
+    """``context_attention`` over a mesh; inputs and outputs are in the order of the tokens."""
+    layout = placement.layout
     take = partial(layout.apply, axis=1)
 
     def inside(_, projected, rows):
-        return context_attention(*projected, placement=where, **options, **rows)
+        return context_attention(*projected, placement=placement, **options, **rows)
 
     with jax.set_mesh(mesh):
-        call = jax.jit(partial(attend_on_mesh, inside, where))
+        call = jax.jit(partial(attend_on_mesh, inside, placement))
         out = call((), [take(q), take(k), take(v)], jax.tree.map(layout.apply, rows or {}))
     return jax.tree.map(lambda a: np.asarray(layout.restore(jax.device_get(a), 1)), out)
 
@@ -186,18 +186,18 @@ def test_a_ring_against_numpy(mesh, kind):
     bias = -(2.0 ** -(2 * np.arange(1, HEADS + 1)))[:, None, None] * r
     want = oracles.attention(q, k, v, bias=bias, allowed=allowed, sinks=sinks, softcap=2.0)
 
-    where = spread.placement(mesh, "ring", kind)
+    placement = spread.placement(mesh, "ring", kind)
 
     def inside(sinks, projected, rows):
         mask = masks.Causal() & masks.Segments(rows["ids"])
         options = {"bias": ALiBi(), "mask": mask, "sinks": sinks, "softcap": 2.0, "return_residuals": True}
-        return context_attention(*projected, placement=where, **options)
+        return context_attention(*projected, placement=placement, **options)
 
     with jax.set_mesh(spread.device_mesh(mesh)):
-        placed = [where.layout.apply(x, 1) for x in (q, k, v)]
-        found = attend_on_mesh(inside, where, jnp.asarray(sinks), placed, {"ids": where.layout.apply(ids)})
+        placed = [placement.layout.apply(x, 1) for x in (q, k, v)]
+        found = attend_on_mesh(inside, placement, jnp.asarray(sinks), placed, {"ids": placement.layout.apply(ids)})
     for got, wanted in zip(found, want, strict=True):
-        np.testing.assert_allclose(where.layout.restore(np.asarray(got), 1), wanted, atol=2e-6)
+        np.testing.assert_allclose(placement.layout.restore(np.asarray(got), 1), wanted, atol=2e-6)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all-gather", "ulysses"])
@@ -212,34 +212,34 @@ def test_a_range_covers_the_whole_row(strategy):
 
 
 def test_another_range_is_refused():
-    where, mesh = spread.placement("2x4", "ring", "contiguous"), spread.device_mesh("2x4")
+    placement, mesh = spread.placement("2x4", "ring", "contiguous"), spread.device_mesh("2x4")
     with pytest.raises(
         ValueError, match="whole sequence of 16 tokens whose start is known, or an array over the 4 tokens"
     ):
-        spread_attention(where, mesh, *projections(2, 16), kv_positions=Range(0, 4))
+        spread_attention(placement, mesh, *projections(2, 16), kv_positions=Range(0, 4))
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "striped"])
 @pytest.mark.parametrize("bias", ["alibi", "cope"])
 def test_one_device_may_hold_a_row_laid_out_for_several(kind, bias):
-    """The same order of tokens, without a mesh."""
+    """Without a mesh, one device takes tokens in the order of the layout."""
     q, k, v = projections(2, 16)
     scheme = pj.Scheme(bias=ALiBi() if bias == "alibi" else pj.bias.CoPE(4))
     params = scheme.init(jax.random.key(1), HEADS, SIZE)
     rng = np.random.default_rng(2)
     params = jax.tree.map(lambda a: np.asarray(a) + rng.standard_normal(a.shape, np.float32), params)
-    where = over("ring", kind)
+    placement = over("ring", kind)
 
     @jax.jit
     def both(q, k, v, params):
-        placed = (where.layout.apply(x, 1) for x in (q, k, v))
-        found = where.layout.restore(scheme.attend(*placed, params=params, placement=where), 1)
+        placed = (placement.layout.apply(x, 1) for x in (q, k, v))
+        found = placement.layout.restore(scheme.attend(*placed, params=params, placement=placement), 1)
         return found, scheme.attend(q, k, v, params=params)
 
     chex.assert_trees_all_close(*both(q, k, v, params), atol=1e-5)
 
 
-def alone(kind: str, shards: int) -> tuple:
+def ring_on_one_axis(kind: str, shards: int) -> tuple:
     """A ring along the only axis of a mesh."""
     devices = jax.devices()[:shards]
     mesh = jax.make_mesh((shards,), ("context",), axis_types=(AxisType.Auto,), devices=devices)
@@ -259,16 +259,16 @@ def alone(kind: str, shards: int) -> tuple:
     ids=["contiguous", "pieces", "tiles", "tiles of four shards"],
 )
 def test_keys_that_the_mask_hides_are_never_read(kind, shards, length, options):
-    """Keys of the second half are NaN: had a query of the first computed with them, NaN times 0 would show."""
+    """Values of the second half are NaN: if a query of the first half used them, NaN times 0 would give NaN."""
     q, k, v = projections(1, length)
-    where, mesh = alone(kind, shards)
+    placement, mesh = ring_on_one_axis(kind, shards)
     v[:, length // 2 :] = np.nan
-    found = spread_attention(where, mesh, q, k, v, mask=masks.Causal(), **options)
+    found = spread_attention(placement, mesh, q, k, v, mask=masks.Causal(), **options)
     assert np.isfinite(found[:, : length // 2]).all()
 
 
 def test_decay_in_a_zigzag_ring():
-    """The two pieces of a device lie far apart, over which decay would leave nothing of either."""
+    """The two pieces of a device are far apart: decay over that distance would underflow to zero."""
     q, k, v = projections(1, 512)
     rates = np.geomspace(0.02, 0.4, SIZE)
     behind = np.maximum(np.arange(512)[:, None] - np.arange(512), 0)[..., None]
@@ -277,13 +277,13 @@ def test_decay_in_a_zigzag_ring():
     weights = np.exp(np.where(np.tri(512, dtype=bool), logits, -np.inf))
     values = np.repeat(np.asarray(v, np.float64), HEADS // KV_HEADS, axis=2)
     wanted = np.einsum("bhij,bjhc->bihc", weights / weights.sum(-1, keepdims=True), values)
-    found = spread_attention(*alone("zigzag", 4), q, k, v, mask=CAUSAL, decay=rates.astype(np.float32))
+    found = spread_attention(*ring_on_one_axis("zigzag", 4), q, k, v, mask=CAUSAL, decay=rates.astype(np.float32))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_in_a_scan_of_layers_that_are_recomputed():
     q, k, v = projections(2, 16)
-    where, mesh = alone("zigzag", 2)
+    placement, mesh = ring_on_one_axis("zigzag", 2)
     slopes = np.float32(np.arange(1, 3)[:, None] * np.ones(HEADS) / 8)
 
     def layers(attend):
@@ -296,30 +296,30 @@ def test_in_a_scan_of_layers_that_are_recomputed():
         return {"bias": ALiBi(learned=True).bind({"slopes": slopes}, num_heads=HEADS), "mask": masks.Causal()}
 
     def inside(slopes, projected, _):
-        return context_attention(*projected, placement=where, **bias(slopes))
+        return context_attention(*projected, placement=placement, **bias(slopes))
 
     def sharded(slopes, x):
-        return attend_on_mesh(inside, where, slopes, [x, k_placed, v_placed], {})
+        return attend_on_mesh(inside, placement, slopes, [x, k_placed, v_placed], {})
 
-    k_placed, v_placed = (where.layout.apply(x, 1) for x in (k, v))
+    k_placed, v_placed = (placement.layout.apply(x, 1) for x in (k, v))
     plain = layers(lambda slopes, x: pj.attention(x, k, v, **bias(slopes)))
     want = jax.jit(jax.grad(lambda *given: jnp.sin(plain(*given)).sum(), argnums=(0, 1)))(q, slopes)
     with jax.set_mesh(mesh):
         run = layers(sharded)
         grad = jax.jit(jax.grad(lambda *given: jnp.sin(run(*given)).sum(), argnums=(0, 1)))
-        d_q, d_slopes = jax.device_get(grad(where.layout.apply(q, 1), slopes))
-    chex.assert_trees_all_close((where.layout.restore(d_q, 1), d_slopes), jax.device_get(want), atol=2e-5)
+        d_q, d_slopes = jax.device_get(grad(placement.layout.apply(q, 1), slopes))
+    chex.assert_trees_all_close((placement.layout.restore(d_q, 1), d_slopes), jax.device_get(want), atol=2e-5)
 
 
-def compiled(where: Placement, shards: int, length: int, mask=CAUSAL, **options):
+def compiled(placement: Placement, shards: int, length: int, mask=CAUSAL, **options):
     """The program of a loss' gradients over ``shards`` devices."""
     mesh = jax.make_mesh((shards,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
 
     def loss(projected):
         def inside(_, projected, rows):
-            return context_attention(*projected, placement=where, mask=mask, **options)
+            return context_attention(*projected, placement=placement, mask=mask, **options)
 
-        return jnp.square(attend_on_mesh(inside, where, (), projected, {})).sum()
+        return jnp.square(attend_on_mesh(inside, placement, (), projected, {})).sum()
 
     spec = jax.sharding.NamedSharding(mesh, jax.P(None, "context"))
     shapes = [(1, length, HEADS, SIZE), *[(1, length, KV_HEADS, SIZE)] * 2]
@@ -329,11 +329,11 @@ def compiled(where: Placement, shards: int, length: int, mask=CAUSAL, **options)
 
 
 def test_the_memory_of_a_ring_does_not_grow_with_its_shards():
-    """At 64 tokens for each device; a gather's does."""
+    """With 64 tokens per device. The memory of all-gather does grow."""
 
     def temp(strategy, shards):
-        where = Placement(context="context", strategy=strategy)
-        program = compiled(where, shards, 64 * shards, implementation="blockwise")
+        placement = Placement(context="context", strategy=strategy)
+        program = compiled(placement, shards, 64 * shards, implementation="blockwise")
         return program.memory_analysis().temp_size_in_bytes
 
     ring, gather = ([temp(strategy, shards) for shards in (2, 8)] for strategy in ("ring", "all-gather"))
@@ -356,16 +356,16 @@ def test_what_is_sent(strategy, sends, never):
 
 
 @pytest.mark.parametrize(("batch", "sends"), [(2**12, "all_gather"), (2**14, "collective_permute")])
-def test_every_row_counts_in_what_a_gather_would_hold(batch, sends):
-    """Keys and values are 128 bytes a token, 1 GiB for 2^12 rows of 2,048; a device lacks seven eighths of them."""
+def test_every_row_counts_in_the_memory_of_a_gather(batch, sends):
+    """Keys and values are 128 bytes a token, 1 GiB for 2^12 rows of 2,048; a device receives seven eighths of them."""
     mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
-    where = Placement(context="context")
+    placement = Placement(context="context")
 
     def attend(*projected):
         def inside(_, projected, rows):
-            return context_attention(*projected, placement=where, mask=CAUSAL, implementation="blockwise")
+            return context_attention(*projected, placement=placement, mask=CAUSAL, implementation="blockwise")
 
-        return attend_on_mesh(inside, where, (), projected, {})
+        return attend_on_mesh(inside, placement, (), projected, {})
 
     shapes = [jax.ShapeDtypeStruct((batch, 2048, heads, SIZE), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     with jax.set_mesh(mesh):
@@ -373,7 +373,7 @@ def test_every_row_counts_in_what_a_gather_would_hold(batch, sends):
     assert set(re.findall("all_gather|collective_permute|all_to_all", text)) == {sends}
 
 
-def test_a_row_in_another_order_counts_from_where_it_starts():
+def test_positions_of_a_reordered_row_count_from_its_start():
     order = Layout("zigzag", 4)
     found = Placement(layout=order).local(Range(3, 16), 16)
     np.testing.assert_array_equal(found, 3 + np.asarray(order.apply(np.arange(16), 0)))
@@ -386,8 +386,8 @@ def test_runs_that_are_joined_are_taken_at_once():
     assert (joined.chunks, joined.piece) == (1, 16)
 
 
-def test_neighbours_exchange_the_edge_of_a_chunk_alone():
-    """Four tokens of 64: no more travels, forward or backward, of keys or of values."""
+def test_neighbours_exchange_only_the_edge_of_a_chunk():
+    """Four of 64 tokens: no more keys or values are sent, forward or backward."""
     text = compiled(
         Placement(context="context", strategy="neighbour"), 4, 256, mask=masks.Causal() & masks.Window(5)
     ).as_text()
@@ -398,13 +398,13 @@ def test_neighbours_exchange_the_edge_of_a_chunk_alone():
 
 
 def test_bfloat16_parts_are_merged_in_float32():
-    """No further from float64 than the whole row in bfloat16 is."""
+    """The error against float64 is at most 1.5 times that of the whole row in bfloat16."""
     q, k, v = projections(2, 64, jnp.bfloat16)
     r = np.arange(64)[:, None] - np.arange(64)
     want = oracles.attention(q, k, v, allowed=r >= 0)[0]
     whole = np.asarray(jax.jit(partial(pj.attention, mask=masks.Causal()))(q, k, v), np.float64)
-    where = spread.placement("2x4", "ring", "contiguous")
-    found = spread_attention(where, spread.device_mesh("2x4"), q, k, v, mask=masks.Causal()).astype(np.float64)
+    placement = spread.placement("2x4", "ring", "contiguous")
+    found = spread_attention(placement, spread.device_mesh("2x4"), q, k, v, mask=masks.Causal()).astype(np.float64)
     assert np.abs(found - want).max() <= 1.5 * np.abs(whole - want).max()
 
 

@@ -1,4 +1,4 @@
-"""CoPE: counts along the scores of a row, dense and tile by tile, against one logit at a time in float64."""
+"""CoPE, dense and tile by tile, against an oracle that computes one logit at a time in float64."""
 
 import chex
 import jax
@@ -75,7 +75,7 @@ def test_equals_the_definition(function, case):
     chex.assert_trees_all_close(got, tuple(map(np.float32, oracle(*inputs, allowed, **options))), atol=2e-5)
 
 
-def test_decoding_with_positions_of_its_own_equals_the_whole():
+def test_decoding_with_positions_per_row_equals_the_full_pass():
     q, k, v, table = arrays()
     whole = jax.jit(lambda *x: run(dense_contextual, *x))(q, k, v, table)
     positions = np.array([[4, 9], [7, 10]])
@@ -110,14 +110,14 @@ def test_gradient_of_the_definition():
     """Along a random direction of all inputs, by central differences of the float64 oracle."""
     inputs = arrays()
     rng = np.random.default_rng(0)
-    ways = [rng.normal(size=x.shape) for x in inputs]
+    directions = [rng.normal(size=x.shape) for x in inputs]
     weights = rng.normal(size=(BATCH, KV_HEADS, GROUP, LENGTH, 3))
     grads = jax.jit(jax.grad(lambda x: (run(dense_contextual, *x)[0] * weights).sum()))(inputs)
-    slope = sum((np.asarray(g, np.float64) * w).sum() for g, w in zip(grads, ways, strict=True))
+    slope = sum((np.asarray(g, np.float64) * d).sum() for g, d in zip(grads, directions, strict=True))
 
     def moved(step):
         return (
-            oracle(*(np.asarray(x, np.float64) + step * w for x, w in zip(inputs, ways, strict=True)), CAUSAL)[0]
+            oracle(*(np.asarray(x, np.float64) + step * d for x, d in zip(inputs, directions, strict=True)), CAUSAL)[0]
             * weights
         ).sum()
 
@@ -200,7 +200,7 @@ def test_inside_shard_map_with_checks():
     chex.assert_trees_all_close(got, want, atol=2e-5)
 
 
-def test_cope_starts_with_nothing():
+def test_cope_starts_with_a_table_of_zeros():
     params = CoPE(ROWS).init(jax.random.key(0), 4, SIZE)
     chex.assert_trees_all_equal(params, {"table": jnp.zeros((ROWS, SIZE))})
     assert isinstance(CoPE(ROWS).bind(params, num_heads=4), ContextualBias)

@@ -1,8 +1,7 @@
 """The grid of jax's own attention tests, against ``jax.nn.dot_product_attention`` and NumPy in float64.
 
-Two things differ by design. A query that may see no key gives 0 here and the mean of all values there, so nothing is
-asked of such rows but that they give 0. And jax adds an axis of rows to ``[length, heads, size]`` by itself, which is
-written out here.
+Two differences are intended. A query that sees no key gives 0 here and the mean of all values in jax, so these rows are
+only compared with 0. And jax accepts ``[length, heads, size]`` without an axis of rows, which these tests add.
 """
 
 from functools import partial
@@ -28,12 +27,12 @@ BEHIND = AT[:, None] - AT
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles that cut the rows in several parts, the last of which are not whole."""
+    """Tiles that cut the rows into several parts, of which the last are shorter."""
     monkeypatch.setitem(BACKENDS, "blockwise", of_tiles(16, 20))
 
 
 class Case(NamedTuple):
-    """What jax is given, what says the same here, and which pairs that allows."""
+    """Arguments of jax, the equivalent mask here, and the pairs that both allow."""
 
     given: dict
     mask: Any
@@ -41,13 +40,13 @@ class Case(NamedTuple):
     bias: bool = False
 
 
-def beside(tokens: np.ndarray, lengths) -> np.ndarray:
-    """Whether each of the tokens of every row stands before the end of its row."""
+def before_end(tokens: np.ndarray, lengths) -> np.ndarray:
+    """Whether each token of every row is before the end of that row."""
     return tokens < np.asarray(lengths)[:, None]
 
 
 Q_LENGTHS, KV_LENGTHS = [TOKENS // 2, TOKENS // 4], [TOKENS // 4, TOKENS // 2]
-QUERIES, KEYS = beside(AT, Q_LENGTHS), beside(AT, KV_LENGTHS)
+QUERIES, KEYS = before_end(AT, Q_LENGTHS), before_end(AT, KV_LENGTHS)
 PRESENT = QUERIES[:, None, :, None] & KEYS[:, None, None, :]
 OF_QUERIES, OF_KEYS = {"query_seq_lengths": np.array(Q_LENGTHS)}, {"key_value_seq_lengths": np.array(KV_LENGTHS)}
 PADDED = OF_QUERIES | OF_KEYS
@@ -85,7 +84,7 @@ RARE = {
     "custom and padding as an array",
     "causal and window of both sides",
 }
-"""What other cases hold together with something more."""
+"""Cases that other cases contain."""
 
 
 def wide(*values):
@@ -126,16 +125,16 @@ def in_tiles(values: dict, mask, weights):
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", [wide(name) if name in RARE else name for name in CASES])
 def test_masks_and_biases(name):
-    """Forward and all gradients, with no weight on rows that see nothing: 0 here, there the mean of all values.
+    """Forward and all gradients. Rows that see nothing have no weight: they give 0 here, in jax the mean of values.
 
-    Queries that are padding to jax (``query_seq_lengths``) give 0 in both.
+    Queries that jax treats as padding (``query_seq_lengths``) give 0 in both.
     """
     given, mask, allowed, bias = CASES[name]
     values = drawn() if bias else without_bias(drawn())
     seen = np.broadcast_to(allowed, (ROWS, 1, TOKENS, TOKENS)).any(-1)[:, 0]
     weights = np.cos(values["q"]) * seen[..., None, None]
     oracle, _ = oracles.attention(**values, allowed=allowed)
-    # Operation by operation, except for tiles: they are compiled once for all cases.
+    # Without ``jit``, except for the tiles, which are compiled once for all cases.
     want, d_want = with_gradients(partial(theirs, **given), values, weights)
     np.testing.assert_allclose(np.where(seen[..., None, None], want, 0), oracle, atol=2e-6)
     dense = with_gradients(partial(ours, mask=mask, implementation="dense"), values, weights)
@@ -151,30 +150,30 @@ def test_masks_and_biases(name):
     [
         ((3, 0), [Causal() & Window(4), Causal() & ~Beyond(4)]),
         ((3, 2), [Band(6), (Causal() & Window(4)) | Window(3), ~Beyond(4) & (Causal() | Window(3))]),
-        # Any two numbers: no more than so many behind, and behind or no more than so many ahead.
+        # Any two numbers: at most ``left`` behind; and behind, or at most ``right`` ahead.
         ((2, 9), [~Beyond(3) & (Causal() | Window(10))]),
         ((0, 5), [~Beyond(1) & (Causal() | Window(6))]),
     ],
 )
 def test_ways_to_write_a_sliding_window(window, masks):
     left, right = window
-    there = Range(0, TOKENS)
+    positions = Range(0, TOKENS)
     for mask in masks:
-        got = pj.masks.materialise(mask, there, there)
+        got = pj.masks.materialise(mask, positions, positions)
         np.testing.assert_array_equal(got, np.isin(BEHIND, range(-right, left + 1)))
 
 
 def by_row(attend):
-    """An attention of one row, ``[length, heads, size]``, over all rows."""
+    """``attend`` mapped over rows of ``[length, heads, size]``, to which an axis of one row is added."""
     return jax.vmap(lambda **row: attend(**{name: x[None] for name, x in row.items()})[0])
 
 
-def agree(attend, over_rows: bool, values: dict, weights, want, tolerance: float):
-    """Compares both backends of an attention of ``values`` with an output and its gradients."""
+def check_backends(attend, over_rows: bool, values: dict, weights, want, tolerance: float):
+    """Checks that every backend gives this output and these gradients."""
     for backend in BACKENDS:
-        own = partial(attend, implementation=backend)
-        own = by_row(own) if over_rows else own
-        got = jax.jit(partial(with_gradients, own))(values, weights)
+        function = partial(attend, implementation=backend)
+        function = by_row(function) if over_rows else function
+        got = jax.jit(partial(with_gradients, function))(values, weights)
         chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
         chex.assert_trees_all_close(got, want, atol=tolerance)
 
@@ -185,7 +184,7 @@ def agree(attend, over_rows: bool, values: dict, weights, want, tolerance: float
     [(2, False), (4, True), wide(1, False), wide(4, False), wide(1, True), wide(2, True)],
 )
 def test_grouped_heads(group, over_rows):
-    """Every key head serves ``group`` query heads; jax is given the keys repeated, and no ``vmap``."""
+    """Every key head serves ``group`` query heads; jax gets repeated keys, and no ``vmap``."""
     values = without_bias(drawn(group=group))
     weights = np.cos(values["q"])
 
@@ -194,7 +193,7 @@ def test_grouped_heads(group, over_rows):
 
     want = jax.jit(partial(with_gradients, repeated))(values, weights)
     np.testing.assert_allclose(want[0], oracles.attention(**values)[0], atol=2e-6)
-    agree(ours, over_rows, values, weights, want, 5e-6)
+    check_backends(ours, over_rows, values, weights, want, 5e-6)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -205,13 +204,13 @@ def test_half_precisions(dtype):
     jax itself does not run float16 on a CPU.
     """
     values = drawn(dtype, group=2)
-    wide = jax.tree.map(lambda x: x.astype(np.float32), values)
-    weights = np.cos(wide["q"])
-    repeated = wide | {name: np.repeat(wide[name], 2, axis=2) for name in "kv"}
+    in_float32 = jax.tree.map(lambda x: x.astype(np.float32), values)
+    weights = np.cos(in_float32["q"])
+    repeated = in_float32 | {name: np.repeat(in_float32[name], 2, axis=2) for name in "kv"}
     theirs_causal = jax.jit(partial(with_gradients, partial(theirs, is_causal=True)))
     want, d_want = jax.device_get(theirs_causal(repeated, weights))
-    d_want |= {name: d_want[name].reshape(*wide[name].shape[:3], 2, SIZE).sum(3) for name in "kv"}
-    oracle, _ = oracles.attention(**wide, allowed=LOWER)
+    d_want |= {name: d_want[name].reshape(*in_float32[name].shape[:3], 2, SIZE).sum(3) for name in "kv"}
+    oracle, _ = oracles.attention(**in_float32, allowed=LOWER)
     np.testing.assert_allclose(want, oracle, atol=2e-6)
     step = float(jnp.finfo(dtype).eps)
     dense = jax.jit(partial(with_gradients, partial(ours, mask=Causal(), implementation="dense")))(values, weights)
@@ -223,7 +222,7 @@ def test_half_precisions(dtype):
 
 @pytest.mark.parametrize(("rows", "over_rows"), [(16, False), (1, True), wide(1, False), wide(16, True)])
 def test_gradients_of_a_bias_of_every_row(rows, over_rows):
-    """The bias is ``[rows, heads, queries, keys]``; for 16 rows of 8 heads attention takes tiles of 128 by itself."""
+    """The bias is ``[rows, heads, queries, keys]``; for 16 rows of 8 heads the default tiles have 128 tokens."""
     rng, tokens, heads = np.random.default_rng(1), 150, 8
     x = rng.standard_normal((rows, tokens, heads, SIZE), np.float32)
     values = {"x": x, "bias": rng.standard_normal((rows, heads, tokens, tokens), np.float32)}
@@ -233,4 +232,4 @@ def test_gradients_of_a_bias_of_every_row(rows, over_rows):
         return lambda x, bias, **options: attend(x, x, x, bias, mask=mask, **options)
 
     want = jax.jit(partial(with_gradients, of(theirs)))(values, np.cos(x))
-    agree(of(ours), over_rows, values, np.cos(x), want, 2e-5)
+    check_backends(of(ours), over_rows, values, np.cos(x), want, 2e-5)

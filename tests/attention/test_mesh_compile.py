@@ -1,6 +1,6 @@
-"""Attention that types or a partition split over a mesh, through the TPU compiler: ``pytest -m compile``.
+"""Attention split over a mesh by sharding types or a ``partition``, through the TPU compiler: ``pytest -m compile``.
 
-Each program is compiled in a process of its own, by this very file.
+Each program is compiled in a separate process, which runs this file.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ SPEC = P("data", None, "tensor")
 
 
 def compile_here(kind: str, kv_heads: int, through: str) -> dict:
-    """The gradients of attention over a mesh of v5e:2x4 whose axes are of one kind, as the compiler schedules them."""
+    """The compiled program of attention's gradients on a v5e:2x4 mesh whose axes have one type."""
     devices = topologies.get_topology_desc(topology_name="v5e:2x4", platform="tpu").devices
     mesh = Mesh(np.array(devices).reshape(4, 2), ("data", "tensor"), axis_types=(AxisType[kind],) * 2)
     of_keys = SPEC if kv_heads % 2 == 0 else P("data")
@@ -36,13 +36,13 @@ def compile_here(kind: str, kv_heads: int, through: str) -> dict:
         shape = (ROWS, TOKENS, heads, SIZE)
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
-    where = {"partition": SPEC} if kind == "Auto" else {}
+    partition = {"partition": SPEC} if kind == "Auto" else {}
 
     def loss(q, k, v):
         if through == "attention":
-            out = pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=pj.masks.Causal(), **where)
+            out = pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=pj.masks.Causal(), **partition)
         else:
-            out = pj.scheme(through).attend(q, k, v, **where)
+            out = pj.scheme(through).attend(q, k, v, **partition)
         return jnp.square(out.astype(jnp.float32)).sum()
 
     arguments = array(HEADS, SPEC), array(kv_heads, of_keys), array(kv_heads, of_keys)

@@ -1,4 +1,4 @@
-"""``attend`` of every preset's schemes over a mesh: by types, and by a partition, what one device computes."""
+"""``attend`` of every preset's schemes over a mesh, split by types or by a partition, against one device."""
 
 from functools import cache, partial
 
@@ -15,7 +15,7 @@ ROWS, TOKENS, HEADS, KV_HEADS, SIZE, WIDTH = 4, 12, 4, 2, 8, 16
 
 
 def schemes() -> dict:
-    """Every scheme of a preset once, by the first preset that has it."""
+    """Every scheme of the presets once, under the name of the first preset that has it."""
     found = {}
     for name in decoders.NAMES:
         preset = decoders.preset(name)
@@ -46,7 +46,7 @@ def normal(draw, *shape):
 
 
 def parameters(scheme, draw):
-    """Away from where they start, which is often the same for all heads."""
+    """Not the initial values, which are often equal for all heads."""
 
     @jax.jit
     def initial(key):
@@ -72,17 +72,17 @@ def alone(name):
 
 
 def check(name, kind):
-    where = meshes.mesh(kind)
-    lies = {"params": P(), "gates": P("data", "tensor")}
+    mesh = meshes.mesh(kind)
+    specs = {"params": P(), "gates": P("data", "tensor")}
     x = {
-        key: jax.tree.map(lambda leaf, key=key: meshes.put(where, leaf, lies.get(key, meshes.SPEC)), value)
+        key: jax.tree.map(lambda leaf, key=key: meshes.put(mesh, leaf, specs.get(key, meshes.SPEC)), value)
         for key, value in inputs(name).items()
     }
     found = meshes.gradients(partial(attend, name, **meshes.partition(kind)))(x)
     meshes.same(found, alone(name), tolerance=3e-5)
 
 
-# One of each way in which a slot carries arrays, reads tokens, or differs between heads.
+# One example for each way in which a slot holds arrays, reads tokens, or differs between heads.
 COVERING = """
 rope mixed pope fire fox cope scale-invariant coca-tied rerope learned-sinks ssmax qwen3 performer
 """
@@ -112,7 +112,7 @@ def test_features_of_key_heads_that_are_repeated(name):
     made = {key: normal(draw, 2, TOKENS, heads, SIZE) for key, heads in (("q", 6), ("k", 3), ("v", 3))}
     made["params"] = jax.device_get(jax.jit(lambda key: scheme.init(key, 6, SIZE, num_kv_heads=3))(jax.random.key(1)))
     run, spec = meshes.gradients(partial(attend, name)), P(None, None, "tensor")
-    where = meshes.mesh("explicit")
-    placed = {key: meshes.put(where, made[key], spec if key == "q" else P()) for key in "qkv"}
-    placed["params"] = jax.tree.map(lambda leaf: meshes.put(where, leaf, P()), made["params"])
+    mesh = meshes.mesh("explicit")
+    placed = {key: meshes.put(mesh, made[key], spec if key == "q" else P()) for key in "qkv"}
+    placed["params"] = jax.tree.map(lambda leaf: meshes.put(mesh, leaf, P()), made["params"])
     meshes.same(run(placed), run(made), tolerance=3e-5)

@@ -1,4 +1,4 @@
-"""Attention over meshes with Explicit, Auto and mixed axes: whatever the mesh, what one device computes."""
+"""Attention over meshes with Explicit, Auto and mixed axes gives the results of one device."""
 
 import re
 from functools import cache, partial
@@ -20,7 +20,7 @@ ROWS, TOKENS, HEADS, SIZE = 4, 24, 4, 8
 
 @cache
 def inputs(heads=HEADS, kv_heads=2, keys=TOKENS) -> dict:
-    """Queries, keys and values, and what some calls need beside them, in NumPy."""
+    """Queries, keys, values, and the further arrays that some calls need, in NumPy."""
     draw = np.random.default_rng(1)
 
     def normal(*shape):
@@ -81,9 +81,9 @@ def alone(name, heads=HEADS, kv_heads=2):
 
 
 def spread(kind, made, spec=meshes.SPEC):
-    """The inputs on a mesh: queries and what else has rows or heads split, the rest whole."""
-    where = meshes.mesh(kind)
-    lies = {
+    """The inputs on a mesh: arrays with rows or heads are split, the others are replicated."""
+    mesh = meshes.mesh(kind)
+    specs = {
         "table": P(),
         "head_scale": P(),
         "slopes": P(),
@@ -91,10 +91,10 @@ def spread(kind, made, spec=meshes.SPEC):
         "per_row": P(spec[0]),
         "gates": P(spec[0], spec[2]),
     }
-    return {name: meshes.put(where, value, lies.get(name, spec)) for name, value in made.items()}
+    return {name: meshes.put(mesh, value, specs.get(name, spec)) for name, value in made.items()}
 
 
-# Every call on Explicit axes; Auto ones with what lies along rows, heads, both or neither.
+# Every call on Explicit axes; on Auto axes, calls whose arrays have rows, heads, both or neither.
 COVERING = [
     *((name, "explicit", ("blockwise", "dense")[n % 2]) for n, name in enumerate(CALLS)),
     ("array bias", "auto", "dense"),
@@ -150,7 +150,7 @@ def test_key_heads_that_the_axis_does_not_divide(kind, heads, kv_heads, axis):
     meshes.same(run(spread(kind, inputs(heads, kv_heads), spec)), alone("alibi", heads, kv_heads))
 
 
-def test_arrays_that_are_on_no_mesh_join_those_that_are():
+def test_arrays_on_no_mesh_combine_with_arrays_on_a_mesh():
     x, mesh = inputs(), meshes.mesh("explicit")
 
     @jax.jit
@@ -160,7 +160,7 @@ def test_arrays_that_are_on_no_mesh_join_those_that_are():
     meshes.same(attend(meshes.put(mesh, x["q"])), attend(x["q"]))
 
 
-def test_mapped_over_an_axis():
+def test_vmap_over_an_axis():
     x = inputs()
     three = [np.stack([x[name]] * 2) for name in "qkv"]
     placed = [meshes.put(meshes.mesh("explicit"), value, P(None, *meshes.SPEC)) for value in three]
@@ -176,7 +176,7 @@ def test_mapped_over_an_axis():
         pytest.param("array bias", "blockwise", marks=pytest.mark.wide),
     ],
 )
-def test_mapped_over_the_rows_that_are_split(name, implementation):
+def test_vmap_over_rows_that_are_split(name, implementation):
     """A model written for one row, as in Equinox: ``vmap`` takes the axis of the rows out of the mesh."""
     options = {"alibi": {"bias": pj.bias.ALiBi()}, "array bias": {"bias": inputs()["per_head"]}}[name]
 
@@ -212,26 +212,26 @@ SIZED = {
 }
 
 
-def sized(size, x, **told) -> dict:
-    """What attention gives for every mask of that size."""
-    return {name: pj.attention(x["q"], x["k"], x["v"], mask=mask(size), **told) for name, mask in SIZED.items()}
+def sized(size, x, **options) -> dict:
+    """The output of attention for every mask of that size."""
+    return {name: pj.attention(x["q"], x["k"], x["v"], mask=mask(size), **options) for name, mask in SIZED.items()}
 
 
 @pytest.fixture(scope="module")
-def of_known_sizes():
-    """For sizes that are plain numbers, on one device."""
+def known_size_outputs():
+    """The outputs for a size that is a Python int, on one device."""
     return jax.jit(partial(sized, 5, implementation="dense"))({name: inputs()[name] for name in "qkv"})
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_sizes_that_are_arrays(kind, of_known_sizes):
+def test_sizes_that_are_arrays(kind, known_size_outputs):
     x = spread(kind, {name: inputs()[name] for name in "qkv"})
     found = jax.jit(partial(sized, **meshes.partition(kind)))(np.int32(5), x)
-    meshes.same(found, of_known_sizes)
+    meshes.same(found, known_size_outputs)
 
 
 def test_an_array_bias_whose_queries_are_split():
-    """Arrays over pairs are read whole: they are gathered."""
+    """Every device reads a whole array over pairs, so it is gathered."""
     x, mesh = inputs(), meshes.mesh("explicit")
     placed = [meshes.put(mesh, x[name]) for name in "qkv"]
     bias = meshes.put(mesh, np.repeat(x["per_head"], ROWS, axis=0), P(None, None, "data"))
@@ -248,14 +248,14 @@ def test_an_array_bias_whose_queries_are_split():
         ({"mask": SHOWN[:, :2]}, "one pattern for each of 2 heads, but q has 4"),
     ],
 )
-def test_a_mesh_asks_what_one_device_asks(options, words):
-    """What fits the rows or heads of one device may not fit the call."""
+def test_a_mesh_makes_the_checks_of_one_device(options, words):
+    """A shape that fits the rows or heads of one device may not fit the whole call."""
     for x in (inputs(), spread("explicit", inputs())):
         with pytest.raises(ValueError, match=re.escape(words)):
             pj.attention(x["q"], x["k"], x["v"], **options)
 
 
-def test_a_scheme_asks_so_too():
+def test_a_scheme_on_a_mesh_makes_the_same_checks():
     scheme = pj.Scheme(mask=masks.Dilated(4, (1, 2)))
     for x in (inputs(), spread("explicit", inputs())):
         with pytest.raises(ValueError, match="one pattern for each of 2 heads, but q has 4"):
@@ -293,7 +293,7 @@ def test_inside_a_shard_map_over_some_axes():
         ("auto", "data", "partition must be a NamedSharding or PartitionSpec"),
     ],
 )
-def test_what_is_not_split_is_refused(kind, spec, words):
+def test_axes_that_cannot_be_split_are_refused(kind, spec, words):
     of_arrays = spec if kind == "explicit" else meshes.SPEC
     q, k, v = (meshes.put(meshes.mesh(kind), inputs()[name], of_arrays) for name in "qkv")
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
@@ -306,8 +306,8 @@ def test_a_partition_needs_a_mesh():
     q, k, v = (inputs()[name] for name in "qkv")
     with pytest.raises(ValueError, match="found no mesh; give a NamedSharding"):
         pj.attention(q, k, v, partition=meshes.SPEC)
-    where = NamedSharding(meshes.mesh("auto"), meshes.SPEC)
+    sharding = NamedSharding(meshes.mesh("auto"), meshes.SPEC)
     other = [meshes.put(meshes.mesh("auto", (2, 4)), x) for x in (q, k, v)]
     with pytest.raises(ValueError, match=r"partition: its mesh .*4.* is not that of the arrays"):
-        pj.attention(*other, partition=where)
-    meshes.same(jax.jit(partial(pj.attention, partition=where))(q, k, v), jax.jit(pj.attention)(q, k, v))
+        pj.attention(*other, partition=sharding)
+    meshes.same(jax.jit(partial(pj.attention, partition=sharding))(q, k, v), jax.jit(pj.attention)(q, k, v))

@@ -1,4 +1,4 @@
-"""What attention takes beside the tokens may be narrow; its gradient, a sum over queries and rows, is in float32."""
+"""Bias, scale and sinks in bfloat16: their gradients, sums over queries and rows, are summed in float32."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ ROWS = 512
 
 
 def total(which, value, wide=False):
-    """A number that every one of so many equal queries adds the same part to."""
+    """A sum over equal queries, which all contribute the same."""
     draw = np.random.default_rng(0)
     q = np.broadcast_to(draw.normal(size=(1, 1, HEADS, 8)), (1, QUERIES, HEADS, 8))
     k, v = draw.normal(size=(2, 1, KEYS, HEADS, 8))
@@ -39,7 +39,7 @@ def test_the_gradient_of_a_narrow_argument_counts_every_query(which, shape):
 
 @pytest.mark.parametrize("spec", [bias.T5(4, 3), bias.FIRE(width=4)], ids=["t5", "fire"])
 def test_rows_taken_one_after_the_other_are_all_counted(spec):
-    """With positions of their own rows are summed in a loop: equal ones, of which bfloat16 would count 256."""
+    """Rows with their own positions are summed in a loop. All are equal; a sum in bfloat16 would stop after 256."""
     draw = np.random.default_rng(0)
     q, k, v = (np.tile(draw.normal(size=(1, KEYS, HEADS, 8)).astype(np.float32), (ROWS, 1, 1, 1)) for _ in range(3))
     positions = np.tile(np.arange(KEYS), (ROWS, 1))

@@ -1,4 +1,4 @@
-"""Attention as one operation: its derivatives and transformations against ``dense``, and what lowering it traces."""
+"""Attention as one JAX operation: derivatives and transformations against ``dense``, and what lowering traces."""
 
 import dataclasses
 from functools import partial
@@ -30,7 +30,7 @@ def values(batch=2):
 
 
 def loss(implementation, q, k, v, slopes, softcap):
-    """Of a causal call with packed rows, padding, learned slopes and soft cap, whose log-sum-exp counts too."""
+    """A loss of output and log-sum-exp, for a causal call with packed rows, padding, learned slopes and a soft cap."""
     options = {"bias": ALiBi(learned=True).bind({"slopes": slopes}, num_heads=HEADS), "softcap": softcap}
     mask = Causal() & Segments(IDS[: len(q)])
     out, lse = attention(q, k, v, mask=mask, return_residuals=True, implementation=implementation, **options)
@@ -66,7 +66,7 @@ def test_derivatives(name):
     chex.assert_trees_all_close(got, want, rtol=2e-4, atol=2e-4)
 
 
-def test_a_second_derivative_in_reverse_mode_names_what_has_it():
+def test_the_error_for_a_second_reverse_derivative_names_alternatives():
     at = jax.tree.map(jnp.asarray, values())
     twice = jax.grad(lambda q: jnp.square(jax.grad(partial(loss, "blockwise"))(q, *at[1:])).sum())
     with pytest.raises(ValueError, match="needs implementation='dense'; forward over reverse"):
@@ -113,7 +113,7 @@ def test_on_a_mesh_of_two_rows(name):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, at = P("data"), jax.tree.map(jnp.asarray, values())
 
-    def whole(*x):
+    def sharded(*x):
         def each(q, k, v, slopes, softcap, ids):
             options = {"bias": ALiBi(learned=True).bind({"slopes": slopes}, num_heads=HEADS), "softcap": softcap}
             out = attention(q, k, v, mask=Causal() & Segments(ids), implementation="blockwise", **options)
@@ -122,16 +122,16 @@ def test_on_a_mesh_of_two_rows(name):
         specs = (rows, rows, rows, P(), P(), rows)
         return jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=P())(*x, IDS)
 
-    def alone(q, k, v, slopes, softcap):
+    def one_device(q, k, v, slopes, softcap):
         options = {"bias": ALiBi(learned=True).bind({"slopes": slopes}, num_heads=HEADS), "softcap": softcap}
         return jnp.square(attention(q, k, v, mask=Causal() & Segments(IDS), implementation="dense", **options)).sum()
 
-    got, want = (jax.jit(partial(DERIVATIVES[name], f))(at) for f in (whole, alone))
+    got, want = (jax.jit(partial(DERIVATIVES[name], f))(at) for f in (sharded, one_device))
     chex.assert_trees_all_close(got, want, rtol=2e-4, atol=2e-4)
 
 
 def test_what_is_kept_by_name_is_not_computed_again():
-    """Of a checkpoint that keeps what attention gives, the backward pass holds no forward pass."""
+    """If a checkpoint policy saves the results of attention, the backward pass has no second forward pass."""
     at = jax.tree.map(jnp.asarray, values())
     keep = jax.checkpoint_policies.save_only_these_names(ATTENDED)
     counts = {}
@@ -142,7 +142,7 @@ def test_what_is_kept_by_name_is_not_computed_again():
 
 
 def test_only_the_platform_of_the_program_is_traced(monkeypatch):
-    """A kernel that fails is met where the program is for TPUs, and nowhere else."""
+    """A kernel that raises an error when traced does so only in programs for TPUs."""
 
     def fails(x, given=None):
         raise RuntimeError("the kernel was traced")
@@ -160,9 +160,9 @@ def test_only_the_platform_of_the_program_is_traced(monkeypatch):
 def test_equal_calls_one_by_one_are_compiled_once(monkeypatch):
     traced = []
     backend = api.BACKENDS["blockwise"]
-    seen = Backend(lambda x: traced.append("forward") or backend.compute(x),
+    recorder = Backend(lambda x: traced.append("forward") or backend.compute(x),
                    lambda x, rows: traced.append("backward") or backend.gradients(x, rows))  # fmt: skip
-    monkeypatch.setitem(api.BACKENDS, "blockwise", seen)
+    monkeypatch.setitem(api.BACKENDS, "blockwise", recorder)
     q, k, v, *_ = map(jnp.asarray, values())
     for factor in (1, 2, 3):
         jax.grad(lambda q: attention(q, k, v, bias=ALiBi(), mask=Causal(), implementation="blockwise").sum())(
@@ -172,13 +172,13 @@ def test_equal_calls_one_by_one_are_compiled_once(monkeypatch):
 
 
 def of_packed_rows(ids):
-    """In tiles, and dense."""
+    """The outputs of ``blockwise`` and of ``dense``."""
     q, k, v, *_ = map(jnp.asarray, values())
     return [attention(q, k, v, mask=Causal() & Segments(ids), implementation=way) for way in ("blockwise", "dense")]
 
 
 def test_an_array_of_numpy_may_change_after_the_call():
-    """As a buffer that batch after batch is read into; the gradient is that of the call."""
+    """For example a buffer that is reused for every batch. The gradient uses the values at the time of the call."""
     ids = np.zeros((2, TOKENS), np.int32)
     of_packed_rows(ids)
     q, k, v, *_ = map(jnp.asarray, values())
@@ -193,7 +193,7 @@ def test_an_array_of_numpy_may_change_after_the_call():
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kind"])
 @dataclasses.dataclass(frozen=True)
 class Own(Mask):
-    """A mask from outside of the library, whose structure says how far a query sees."""
+    """A user's mask, whose static field determines how far a query sees."""
 
     kind: object
 
@@ -202,8 +202,8 @@ class Own(Mask):
         return (i >= j) & (i - j < (reach() if callable(reach) else reach))
 
 
-def test_structure_that_is_equal_may_mean_something_else():
-    """``1 == 1.0 == True``; in calls of their own and in one program, and a function that changes its mind."""
+def test_equal_static_fields_may_mean_different_masks():
+    """``1 == 1.0 == True``, in separate calls and in one program; and a function whose result changes."""
     q, k, v, *_ = map(jnp.asarray, values())
     reach = [3]
 
@@ -218,7 +218,7 @@ def test_structure_that_is_equal_may_mean_something_else():
         chex.assert_trees_all_close(got, want, atol=1e-6)
 
 
-def test_what_is_traced_is_a_field_and_no_closure():
+def test_traced_values_must_be_fields_and_not_in_closures():
     q, k, v, *_ = values()
     run = jax.jit(lambda reach: attention(q, k, v, mask=Own(lambda: reach), implementation="blockwise"))
     with pytest.raises(ValueError, match=r"Own\.allowed reads an array of the function that is being traced"):
@@ -242,7 +242,7 @@ def test_settings_of_jax_are_those_of_the_call():
     assert jax.jit(wide)(q, k, v).dtype == jnp.float64
 
 
-def test_without_jit_it_is_lowered_all_the_same():
+def test_blockwise_works_with_jit_disabled():
     q, k, v, *_ = values()
     want = attention(q, k, v, mask=Causal(), implementation="dense")
     with jax.disable_jit():

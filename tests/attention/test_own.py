@@ -1,4 +1,4 @@
-"""Biases and masks from outside the library: what works without further ado, and what is said of the rest."""
+"""User-defined biases and masks: which ones work as they are, and what the errors say about the others."""
 
 import dataclasses
 import re
@@ -42,20 +42,20 @@ def rows(heads=HEADS):
 
 @partial(jax.jit, static_argnames="implementation")
 def attend(q, k, v, **options):
-    """``attention`` in one program."""
+    """``attention`` under ``jit``."""
     return pj.attention(q, k, v, **options)
 
 
 def operands(bias=None, mask=None, tokens=TOKENS, **changes):
     q, k, v = qkv(tokens)
-    where = Range(0, tokens)
+    positions = Range(0, tokens)
     q = np.moveaxis(q, 2, 1)[:, :, None] * np.float32(SIZE**-0.5)
-    x = Operands(q, np.moveaxis(k, 2, 1), np.moveaxis(v, 2, 1), bias, mask, where, where)
+    x = Operands(q, np.moveaxis(k, 2, 1), np.moveaxis(v, 2, 1), bias, mask, positions, positions)
     return dataclasses.replace(x, **changes)
 
 
 def tiled(bias, mask):
-    """``blockwise`` in tiles that cut the rows in uneven parts, as ``[batch, tokens, heads, size]``."""
+    """``blockwise`` in tiles that do not divide the rows evenly, as ``[batch, tokens, heads, size]``."""
     out, _ = in_tiles(operands(bias, mask), 16, 8)
     return jnp.moveaxis(out[:, :, 0], 1, 2)
 
@@ -123,7 +123,7 @@ def test_a_bias_that_names_its_axes_is_cut_and_padded_with_its_tokens():
     assert min(np.abs(np.asarray(d)).max() for d in d_dense) > 0.1
 
 
-def test_what_a_bias_holds_and_what_has_no_array_asks_for_no_axes():
+def test_nested_biases_and_static_fields_need_no_axes():
     values = WEIGHTS[0][..., :, None] * WEIGHTS[1][..., None, :]
     want, _ = oracles.attention(*qkv(), bias=2 * values)
     np.testing.assert_allclose(tiled(Holder(Weighted(*WEIGHTS)), None), want, atol=1e-5)
@@ -145,19 +145,21 @@ def test_padding_of_rows_does_not_reach_arrays_without_an_axis_of_rows(implement
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all-gather", "ulysses"])
-def test_a_bias_that_names_its_axes_is_moved_with_its_tokens(strategy):
-    """Rows, tokens and heads over two devices each, in the order of a zigzag."""
+def test_a_bias_that_names_its_axes_is_split_with_its_tokens(strategy):
+    """Rows, tokens and heads over two devices each, in zigzag order."""
     q, k, v = qkv()
     mesh = jax.make_mesh((2, 2, 2), ("rows", "tokens", "heads"), axis_types=(AxisType.Auto,) * 3)
     layout = Layout("zigzag", 2)
-    where = Placement(("rows",), "tokens", "heads", strategy, layout)
+    placement = Placement(("rows",), "tokens", "heads", strategy, layout)
 
     def over_mesh(bias):
         def inside(_, projected, per_row):
-            return context_attention(*projected, placement=where, mask=Causal(), implementation="blockwise", **per_row)
+            return context_attention(
+                *projected, placement=placement, mask=Causal(), implementation="blockwise", **per_row
+            )
 
         placed = Weighted(*(layout.apply(x, 2) for x in (bias.asks, bias.weights)))
-        out = attend_on_mesh(inside, where, (), [layout.apply(x, 1) for x in (q, k, v)], {"bias": placed})
+        out = attend_on_mesh(inside, placement, (), [layout.apply(x, 1) for x in (q, k, v)], {"bias": placed})
         return layout.restore(out, 1)
 
     with jax.set_mesh(mesh):
@@ -171,7 +173,7 @@ def test_numpy_arrays_are_looked_up_by_traced_positions():
     np.testing.assert_allclose(jax.jit(lambda: whole(**arrays))(), want, atol=1e-6)
 
 
-def test_above_one_tile_the_kernels_give_way():
+def test_above_one_tile_blockwise_replaces_the_kernels():
     q, k, v = qkv(520, batch=1, heads=1)
     for mask in (SameGroup(np.arange(520) // 50), Strided()):
         traced = jax.eval_shape(jax.grad(lambda v, mask=mask: pj.attention(q, k, v, mask=mask).sum()), v)
@@ -187,15 +189,15 @@ def test_above_one_tile_the_kernels_give_way():
     ids=["pairs", "pairs by head"],
 )
 def test_heads_and_tokens_over_a_mesh(scheme, strategy):
-    """The axis of the rows' entries is as long as that of the heads, and slicing it would go unnoticed."""
-    where = spread.placement("2x2x2", strategy, "contiguous")
-    spread.check(spread.Case(scheme), "2x2x2", where, "dense")
+    """The axis of entries is as long as that of heads, so slicing it by mistake would raise no error."""
+    placement = spread.placement("2x2x2", strategy, "contiguous")
+    spread.check(spread.Case(scheme), "2x2x2", placement, "dense")
 
 
 def test_rows_and_heads_over_explicit_axes():
-    """Each device has some of the heads, and all of every array of the bias and of the mask."""
+    """Each device has some of the heads, and the whole arrays of bias and mask."""
     mesh = jax.make_mesh((2, 2), ("rows", "heads"))
-    lies = NamedSharding(mesh, PartitionSpec("rows", None, "heads"))
+    sharding = NamedSharding(mesh, PartitionSpec("rows", None, "heads"))
     slots = {"mask": Causal() & EachHead((1, 2, 3, 4)) & SameGroup(np.arange(TOKENS) // 7)}
 
     def loss(rows, *projected):
@@ -203,11 +205,11 @@ def test_rows_and_heads_over_explicit_axes():
 
     want = jax.jit(jax.grad(loss))(rows(), *qkv())
     with jax.set_mesh(mesh):
-        got = jax.jit(jax.grad(loss))(rows(), *jax.device_put(tuple(qkv()), lies))
+        got = jax.jit(jax.grad(loss))(rows(), *jax.device_put(tuple(qkv()), sharding))
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_heads_by_default_are_those_of_the_values():
+def test_heads_by_default_slices_the_values():
     at = np.arange(5)
     whole = Rows(jnp.asarray(rows()))
     some = whole.heads(1, 3).heads(1, 2)
@@ -220,8 +222,8 @@ def test_heads_by_default_are_those_of_the_values():
     chex.assert_shape(pj.bias.ALiBi().bind(num_heads=4).heads(1, 2).slopes, (2,))
 
 
-def test_for_how_many_heads_a_bias_is():
-    """One head of an array of one's own serves any number of them; a bias of the library says what it is for."""
+def test_how_many_heads_a_bias_has():
+    """A user's array with one head serves any number of heads; a bias of the library has a fixed number."""
     assert own.heads_of(Rows(jnp.asarray(rows()))) == HEADS
     assert own.heads_of(Rows(jnp.asarray(rows(1)))) is None
     assert [own.heads_of(pj.bias.ALiBi().bind(num_heads=n)) for n in (1, 4)] == [1, 4]
@@ -242,8 +244,8 @@ def test_a_bias_without_an_axis_of_heads_serves_any_number():
     np.testing.assert_allclose(got, attend(q, k, v, bias=slopes), atol=1e-6)
     # Positions that differ between rows bring an axis of rows before that of heads.
     apart = np.arange(TOKENS) + np.array([[0], [7]])
-    where = {"q_positions": apart, "kv_positions": apart}
-    np.testing.assert_allclose(attend(q, k, v, bias=Alike(jnp.float32(0.5)), **where), got, atol=1e-6)
+    positions = {"q_positions": apart, "kv_positions": apart}
+    np.testing.assert_allclose(attend(q, k, v, bias=Alike(jnp.float32(0.5)), **positions), got, atol=1e-6)
 
 
 def of_values(function):
@@ -279,7 +281,7 @@ class Misnamed(Rows):
 @register
 @frozen
 class Labelled(pj.bias.LinearBias):
-    """What is beside the arrays of the class that names their axes is no array."""
+    """Adds a static field to a class that names the axes of its arrays."""
 
     by_distance = False
     label: str = static(default="")
@@ -288,7 +290,7 @@ class Labelled(pj.bias.LinearBias):
 @register
 @frozen
 class Holder(pj.bias.Bias):
-    """Holds another bias, which says what its own axes are."""
+    """Holds another bias, which names its own axes."""
 
     inner: Weighted
 
@@ -327,7 +329,7 @@ class Nameless(pj.bias.Bias):
 @register
 @frozen
 class Longer(pj.bias.LinearBias):
-    """Has an array beside those whose axes are known."""
+    """Adds an array to a class that names only the axes of its own arrays."""
 
     by_distance = False
     rates: jax.Array | None = None
@@ -357,7 +359,7 @@ def difference(i, j):
 
 
 WHOLE = of_values(lambda a, i, j: a)
-WRITE = "is not registered with JAX: write @jax.tree_util.register_dataclass above its @dataclasses.dataclass"
+NOT_REGISTERED = "is not registered with JAX: write @jax.tree_util.register_dataclass above its @dataclasses.dataclass"
 REFUSED = {
     "tokens": (WHOLE, "Mine.values must give [batch, heads, queries, keys] = (2, 4, 2, 3)"),
     "tokens, hint": (WHOLE, "found shape (4, 40, 40); name the axes of arrays of tokens in axes"),
@@ -377,9 +379,9 @@ REFUSED = {
     ),
     "too long together": (Several((rows(),)), "Several weights must have shape (heads, 40), found (4, 4)"),
     "no keys": (Nameless(), "Nameless.axes: found ['array']; it must map the names of data fields"),
-    "bias unregistered": (UnregisteredBias(jnp.ones(4)), f"UnregisteredBias {WRITE}"),
-    "mask unregistered": (Unregistered(), f"Unregistered {WRITE}"),
-    "inner mask unregistered": (And(Causal(), Unregistered()), f"Unregistered {WRITE}"),
+    "bias unregistered": (UnregisteredBias(jnp.ones(4)), f"UnregisteredBias {NOT_REGISTERED}"),
+    "mask unregistered": (Unregistered(), f"Unregistered {NOT_REGISTERED}"),
+    "inner mask unregistered": (And(Causal(), Unregistered()), f"Unregistered {NOT_REGISTERED}"),
     "bind": (NoBias(), "bias: NoBias.bind must return a Bias, found "),
     "mask dtype": (Causal() & of_pairs(lambda i, j: i - j), "Mine.allowed must be of dtype bool, found int32"),
     "mask shape": (of_pairs(lambda i, j: (i >= j)[None]), "Mine.allowed must give [batch, heads, queries, keys]"),
@@ -387,23 +389,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_said_before_anything_is_computed(name):
+def test_errors_are_raised_before_anything_is_computed(name):
     part, message = REFUSED[name]
     slot = "mask" if isinstance(part, pj.masks.Mask) else "bias"
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(lambda: pj.attention(*qkv(), **{slot: part}))
 
 
-def test_values_that_know_no_rows_are_refused_where_positions_have_them():
+def test_values_without_an_axis_of_rows_are_refused_for_positions_per_row():
     bias = of_values(lambda a, i, j: jnp.ones((HEADS, 1, 1)) * (i[:, None] - j))
     q, k, v = qkv()
     chex.assert_shape(jax.eval_shape(partial(pj.attention, bias=bias), q, k, v), q.shape)
-    where = np.arange(TOKENS) + np.array([[0], [7]])
+    positions = np.arange(TOKENS) + np.array([[0], [7]])
     with pytest.raises(ValueError, match=r"Mine.values fails on arrays of shape \(2, 1, 2\), \(2, 1, 3\)"):
-        pj.attention(q, k, v, bias=bias, q_positions=where, kv_positions=where)
+        pj.attention(q, k, v, bias=bias, q_positions=positions, kv_positions=positions)
 
 
-def test_an_array_of_rows_must_say_how_one_is_taken():
+def test_an_array_per_row_must_name_its_axes():
     @register
     @frozen
     class PerRow(pj.bias.Bias):
@@ -419,7 +421,7 @@ def test_an_array_of_rows_must_say_how_one_is_taken():
 @register
 @frozen
 class Table(pj.masks.Mask):
-    """Looks something up that the class itself holds."""
+    """Looks positions up in a constant array."""
 
     def pairs(self, i, j):
         return jnp.arange(1000)[i] <= j
@@ -465,7 +467,7 @@ class Reals(pj.masks.OfTokens):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, pj.masks.Mask) else "",
 )
-def test_what_the_kernel_for_tpus_takes_of_a_mask(mask, why):
+def test_which_masks_the_tpu_kernel_supports(mask, why):
     found = entry.refusal(operands(mask=mask, tokens=TOKENS))
     assert (found is None) if why is None else found.startswith(why)
     assert why is None or found.endswith("use 'blockwise'")
@@ -501,7 +503,7 @@ class Steeper(pj.bias.LinearBias):
         return 2 * super().values(q_positions, kv_positions)
 
 
-def test_a_class_derived_from_one_of_the_library_is_not_taken_for_it():
+def test_a_subclass_of_a_library_class_is_not_treated_as_that_class():
     slopes, at = np.arange(1, HEADS + 1, dtype=np.float32), np.arange(5)
     forms = [form_of(operands(bias=kind(slopes))) for kind in (pj.bias.LinearBias, Squared, Doubled)]
     assert forms == [LinearInKey, None, None]
@@ -519,7 +521,7 @@ def test_a_class_derived_from_one_of_the_library_is_not_taken_for_it():
         ({"bias": Steeper(jnp.ones(HEADS))}, "Steeper overrides values but inherits ['by_distance'], which describe"),
     ],
 )
-def test_what_a_class_of_the_library_says_of_its_numbers_does_not_hold_for_others(arguments, message):
+def test_an_override_must_also_override_what_describes_it(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(lambda: pj.attention(*qkv(), **arguments))
 
@@ -527,7 +529,7 @@ def test_what_a_class_of_the_library_says_of_its_numbers_does_not_hold_for_other
 def test_a_scheme_says_which_slot_is_not_hashable():
     with pytest.raises(ValueError, match="mask: Changeable is not hashable"):
         pj.Scheme(mask=Changeable())
-    with pytest.raises(ValueError, match=f"^Unregistered {WRITE}"):
+    with pytest.raises(ValueError, match=f"^Unregistered {NOT_REGISTERED}"):
         pj.Scheme(mask=Unregistered())
 
     @register

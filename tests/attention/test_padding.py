@@ -1,4 +1,4 @@
-"""Padding may hold anything: what hidden tokens hold reaches neither an output nor a gradient."""
+"""Padding may hold any values: they reach no output and no gradient."""
 
 from functools import partial
 
@@ -32,21 +32,21 @@ def normal(seed: int, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def spoilt(x):
+def poisoned(x):
     """The array with NaN and infinity wherever a token is padding."""
     junk = np.where(np.arange(x.shape[-1]) % 2 == 0, np.float32(np.nan), np.float32(np.inf))
     return np.where(HIDDEN.reshape(*HIDDEN.shape, *[1] * (x.ndim - 2)), junk, x)
 
 
-def assert_padding_is_nothing(function, tokens: tuple, *learned):
-    """``function(tokens, *learned)`` and its gradients are the same whatever the padding of the tokens holds."""
+def assert_padding_has_no_effect(function, tokens: tuple, *learned):
+    """``function(tokens, *learned)`` and its gradients are the same for any values in the padding of the tokens."""
 
     def loss(tokens, *learned):
         out = function(*tokens, *learned)
         return jnp.sin(out).sum(), out
 
     run = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(1 + len(learned))), has_aux=True))
-    clean, dirty = (run(x, *learned) for x in (tokens, tuple(map(spoilt, tokens))))
+    clean, dirty = (run(x, *learned) for x in (tokens, tuple(map(poisoned, tokens))))
     chex.assert_tree_all_finite(dirty)
     chex.assert_trees_all_close(dirty, clean, atol=1e-6, rtol=1e-6)
     (_, out), (gradients, *_) = dirty
@@ -72,33 +72,33 @@ MORE = {
 
 
 @backends
-def test_nothing_of_a_scale_at_padding_does(backend):
-    """A learned temperature of each token, made of hidden states that may be anything."""
+def test_scales_at_padding_reach_no_output_and_no_gradient(backend):
+    """A learned temperature per token comes from hidden states, which may hold any values at padding."""
 
     def attend(scale, q, k, v):
         options = {"mask": Causal() & Segments(IDS), "implementation": backend}
         return pj.attention(q, k, v, scale=jnp.broadcast_to(scale[..., :1], (BATCH, LENGTH, HEADS)), **options)
 
-    assert_padding_is_nothing(attend, (normal(4, BATCH, LENGTH, 2), *projections()))
+    assert_padding_has_no_effect(attend, (normal(4, BATCH, LENGTH, 2), *projections()))
 
 
 @backends
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_of_padding_reaches_an_output_or_a_gradient(name, backend):
+def test_padding_reaches_no_output_and_no_gradient(name, backend):
     case = CASES[name]
-    out = assert_padding_is_nothing(partial(pj.attention, implementation=backend, **case), projections())
+    out = assert_padding_has_no_effect(partial(pj.attention, implementation=backend, **case), projections())
     if set(case) == {"mask"}:
         allowed = np.asarray(masks.materialise(case["mask"], np.arange(LENGTH), np.arange(LENGTH)))
         np.testing.assert_allclose(out, oracles.attention(*projections(), allowed=allowed)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_nor_with_other_features_and_biases(name):
-    assert_padding_is_nothing(partial(pj.attention, mask=Causal() & Segments(IDS), **MORE[name]), projections())
+def test_padding_reaches_nothing_with_decay_or_cope(name):
+    assert_padding_has_no_effect(partial(pj.attention, mask=Causal() & Segments(IDS), **MORE[name]), projections())
 
 
 def test_finite_padding_is_hidden_without_a_pass_over_the_tokens():
-    """The same numbers come out, and nothing is put in the place of padding."""
+    """The results are the same, and no operation replaces the padding."""
 
     def run(finite, q, k, v):
         return pj.attention(q, k, v, mask=Causal() & Segments(IDS, finite=finite), implementation="dense")
@@ -115,7 +115,7 @@ def test_finite_padding_is_hidden_without_a_pass_over_the_tokens():
     assert count[0] < count[1]
 
 
-def test_what_is_padding():
+def test_which_tokens_are_padding():
     first, second = Segments(jnp.asarray([[-1, 0, 0]])), Segments(jnp.asarray([[0, 0, -2]]))
     q, k = masks.padding_of((first & Causal()) & (second & Window(2)))
     np.testing.assert_array_equal(q, [[True, False, True]])
@@ -133,7 +133,7 @@ def test_sinks_and_far_branches():
             q, k, v, mask=Causal() & Segments(IDS), remap=remap, sinks=sinks, implementation="blockwise"
         )
 
-    assert_padding_is_nothing(run, (q, k, v, q[..., ::-1], np.square(k)), normal(5, HEADS))
+    assert_padding_has_no_effect(run, (q, k, v, q[..., ::-1], np.square(k)), normal(5, HEADS))
 
 
 def test_gates_of_the_forgetting_transformer():
@@ -143,19 +143,19 @@ def test_gates_of_the_forgetting_transformer():
         return pj.attention(q, k, v, bias=forget, mask=Segments(IDS), softcap=3.0, implementation="blockwise")
 
     gates = np.cumsum(-np.abs(normal(6, BATCH, LENGTH, HEADS)), axis=1)
-    assert_padding_is_nothing(run, (*projections(), gates))
+    assert_padding_has_no_effect(run, (*projections(), gates))
 
 
 def test_cross_attention_has_padding_of_its_own_on_either_side():
     q, k, v = projections()
     q, hidden = q[:, :3], np.asarray([[0, 0, -1]] * BATCH, np.int32)
-    spoilt_q = np.where(hidden[..., None, None] < 0, np.float32(np.nan), q)
+    poisoned_q = np.where(hidden[..., None, None] < 0, np.float32(np.nan), q)
 
     def loss(q, k, v):
         return jnp.sin(pj.attention(q, k, v, mask=Segments(hidden, np.minimum(IDS, 0)))).sum()
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
-    chex.assert_trees_all_close(run(spoilt_q, spoilt(k), spoilt(v)), run(q, k, v), atol=1e-6)
+    chex.assert_trees_all_close(run(poisoned_q, poisoned(k), poisoned(v)), run(q, k, v), atol=1e-6)
 
 
 COVERING = ("coca-strict", "fox", "qwen3", "linear-elu", "performer")
@@ -167,7 +167,7 @@ def schemes_of(name):
 
 
 def initial(scheme, size):
-    """Parameters of the scheme as it starts."""
+    """Initial parameters of the scheme."""
 
     @jax.jit
     def init(key):
@@ -189,7 +189,7 @@ def check_scheme(scheme, backend):
     q = normal(1, BATCH, LENGTH, HEADS, scheme.query_size(size))
     k = normal(2, BATCH, LENGTH, KV_HEADS, scheme.key_size(size))
     v, x = normal(3, BATCH, LENGTH, KV_HEADS, size), normal(4, BATCH, LENGTH, 8)
-    assert_padding_is_nothing(run, (q, k, v, x), params)
+    assert_padding_has_no_effect(run, (q, k, v, x), params)
 
 
 @pytest.mark.parametrize("name", COVERING)
@@ -212,19 +212,19 @@ def test_linear_attention(form):
         out = getattr(pj.linear, form)(jnp.abs(phi), jnp.abs(psi), v, segment_ids=IDS)
         return out[0] if isinstance(out, tuple) else out
 
-    assert_padding_is_nothing(run, projections())
+    assert_padding_has_no_effect(run, projections())
 
 
 def test_coca_attention():
     table = pj.rotary_table(pj.positions.Range(0, LENGTH), pj.rotary.inverse_frequencies(SIZE))
     q, k, v = projections()
     run = partial(pj.coca_attention, table=table, mask=Causal() & Segments(IDS))
-    assert_padding_is_nothing(run, (q, k[..., : SIZE // 2], v))
+    assert_padding_has_no_effect(run, (q, k[..., : SIZE // 2], v))
 
 
 @pytest.mark.parametrize("name", ["fox", "linear-elu"])
 def test_decoding(name):
-    """Tokens that ``valid`` calls padding change neither what the others get nor what the cache holds."""
+    """Tokens that ``valid`` marks as padding change neither the outputs of the others nor the cache."""
     scheme, size = preset(name), 8
     params = initial(scheme, size)
     valid, index = jnp.asarray(~HIDDEN), jnp.asarray(np.cumsum(~HIDDEN, axis=1) - 1, jnp.int32)
@@ -234,13 +234,13 @@ def test_decoding(name):
 
     @jax.jit
     def run(q, k, v, x):
-        kept = scheme.init_cache(BATCH, LENGTH, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=size, chunk=LENGTH)
+        cache = scheme.init_cache(BATCH, LENGTH, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=size, chunk=LENGTH)
         gates = scheme.prepare(params, x, valid=valid)
         given = {} if gates is None else {"gates": gates}
-        out, kept = scheme.decode(q, k, v, kept, params=params, index=index, valid=valid, length=LENGTH, **given)
-        return out, kept
+        out, cache = scheme.decode(q, k, v, cache, params=params, index=index, valid=valid, length=LENGTH, **given)
+        return out, cache
 
-    dirty, clean = run(*map(spoilt, (q, k, v, x))), run(q, k, v, x)
+    dirty, clean = run(*map(poisoned, (q, k, v, x))), run(q, k, v, x)
     chex.assert_tree_all_finite(dirty[0])
     chex.assert_trees_all_close(dirty, clean, atol=1e-6)
     np.testing.assert_array_equal(np.asarray(dirty[0])[HIDDEN], 0)

@@ -1,6 +1,6 @@
-"""Parts of the keys of rows: output and log-sum-exp run in and come back merged, and sums of gradients with a share.
+"""Attention over parts of the keys: merged outputs and summed gradients equal those over all keys.
 
-In the end they are those of whole rows, by ``dense`` and autodiff.
+The reference is ``dense`` with autodiff.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ SCALE = 0.3
 
 
 def on_tpu(chip: str, bounded: bool) -> TPU:
-    """The kernels in interpret mode: memory that nobody wrote holds NaN."""
+    """The kernels in interpret mode, where memory that was never written holds NaN."""
     interpret = pltpu.InterpretParams(uninitialized_memory="nan")
     return TPU(entry.Options(1.0, (Blocks(128, 128, 128),) * 2, bounded, TARGETS[chip], interpret))
 
@@ -46,7 +46,7 @@ IDS = np.where(np.arange(TOKENS) > 190, -1, np.arange(TOKENS) // 110).astype(np.
 
 
 def values(size: int, dtype=np.float32) -> dict:
-    """Queries, keys, values, what biases learn, and cotangents."""
+    """Queries, keys, values, parameters of biases, and cotangents."""
     rng = np.random.default_rng(0)
     of_queries = (1, KV_HEADS, GROUP, TOKENS)
     shapes = {"q": (*of_queries, size), "k": (1, KV_HEADS, TOKENS, size), "v": (1, KV_HEADS, TOKENS, size)}
@@ -103,7 +103,7 @@ def finite(made: dict, rows: tuple):
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_parts_are_merged_into_whole_rows(name, size):
-    """Also if the first part sees nothing of some rows."""
+    """Also if some queries see no key of the first part."""
     made = values(size)
     floats = {name: made[name] for name in ("q", "k", "v", "slopes")}
 
@@ -136,11 +136,11 @@ def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, bias, size):
         found, sums = [], None
         for n, part in enumerate(halves(floats)):
             x, transpose = jax.vjp(lambda own, part=part: operands(own, *part[1:]), part[0])
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), wanted(x))
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), differentiable_leaves(x))
             zeros = zeros if sums is None else dataclasses.replace(zeros, q=sums.q)
             sums = backend.add(x, SCALE, per_query._replace(d_lse=per_query.d_lse * (n == 0)), zeros)
             found.append(transpose(cotangent(x, sums))[0])
-        # The sums of the queries ran through both parts, and those of all queries are of scaled ones.
+        # The gradient of the queries is already the sum over both parts. All of them are those of scaled queries.
         summed = {name: found[0][name] + found[1][name] for name in learned if name not in OF_KEYS}
         summed |= {name: SCALE * summed[name] for name in ("q_remapped",) if name in summed}
         joined = {name: jnp.concatenate([part[name] for part in found], 2) for name in OF_KEYS if name in floats}
@@ -153,14 +153,14 @@ def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, bias, size):
         np.testing.assert_allclose(got[key], want[key], atol=1e-5 * size, err_msg=key)
 
 
-def wanted(x: Operands) -> Operands:
-    """The operands with None for what has no gradient."""
+def differentiable_leaves(x: Operands) -> Operands:
+    """The operands, with None for every leaf that has no gradient."""
     x = dataclasses.replace(x, q_positions=None, kv_positions=None)
     return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, x)
 
 
 def cotangent(x: Operands, sums: Operands):
-    """The sums in the form of the operands."""
+    """The sums with the structure and dtypes of the operands."""
     found = iter(jax.tree.leaves(sums))
     leaves, structure = jax.tree.flatten(x)
     differentiable = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
@@ -171,7 +171,7 @@ def cotangent(x: Operands, sums: Operands):
 
 @pytest.mark.parametrize("name", ["tpu", "tpu with a bound"])
 def test_a_part_that_sees_nothing_leaves_everything_as_it_was(name):
-    """Also where a bound lies so far above what there is that sums under it would vanish."""
+    """Also where the bound is so far above the log-sum-exp so far that sums relative to it would underflow."""
     made, backend = values(128), BACKENDS[name]
     x = operands({name: made[name] for name in ("q", "k", "v", "slopes")}, IDS, 0)
     hidden = dataclasses.replace(x, k=1e6 * x.k, mask=Causal(), kv_positions=Range(TOKENS, TOKENS))

@@ -1,4 +1,4 @@
-"""What every step of a ring is told, by a backend that gives back what it is told."""
+"""Ring attention: gradients of log-sum-exps, heads side by side, and second derivatives."""
 
 import dataclasses
 from functools import partial
@@ -23,16 +23,16 @@ from posjax.masks import Causal
 ROWS, LENGTH, SIZE, SHARDS = 1, 32, 8, 4
 
 
-def telling(x, per_query):
-    """The gradients, with that of the log-sum-exp in the place of every query's."""
+def d_lse_as_d_q(x, per_query):
+    """The gradients of ``dense``, but that of the queries holds the gradient of their log-sum-exps."""
     return dataclasses.replace(dense_gradients(x, per_query), q=jnp.broadcast_to(per_query.d_lse[..., None], x.q.shape))
 
 
 @pytest.mark.parametrize("heads", [2, 3], ids=["both ways", "one way"])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_the_gradient_of_a_log_sum_exp_is_counted_once(monkeypatch, kind, heads):
-    """By the part of the group's own keys, however many parts and pieces there are."""
-    monkeypatch.setitem(BACKENDS, "dense", Backend(dense, telling))
+    """Only the part with the device's own keys counts it, for any number of parts and pieces."""
+    monkeypatch.setitem(BACKENDS, "dense", Backend(dense, d_lse_as_d_q))
     mesh = jax.make_mesh((SHARDS,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS])
     placement = Placement((), "context", None, "ring", Layout(kind, SHARDS))
     q, k, v = np.random.default_rng(0).standard_normal((3, ROWS, LENGTH, heads, SIZE)).astype(np.float32)
@@ -42,17 +42,17 @@ def test_the_gradient_of_a_log_sum_exp_is_counted_once(monkeypatch, kind, heads)
         return context_attention(q, k, v, placement=placement, **options)[1]
 
     tokens = P(None, "context")
-    spread = jax.shard_map(lse, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
-    got = jax.jit(jax.grad(lambda q: spread(q, k, v).sum()))(q)
+    sharded = jax.shard_map(lse, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    got = jax.jit(jax.grad(lambda q: sharded(q, k, v).sum()))(q)
     np.testing.assert_allclose(got, np.full_like(q, 0.5), rtol=1e-6)
 
 
-def spread_over(kind):
-    """Attention by a ring, of queries, keys and values in the order of their tokens."""
+def ring_attention(kind):
+    """Ring attention of queries, keys and values that are in the order of their tokens."""
     mesh = jax.make_mesh((SHARDS,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS])
     placement = Placement((), "context", None, "ring", Layout(kind, SHARDS))
 
-    def spread(q, k, v, **options):
+    def attend(q, k, v, **options):
         tokens = P(None, "context")
         part = jax.shard_map(
             lambda *operands: context_attention(*operands, placement=placement, **options),
@@ -62,13 +62,13 @@ def spread_over(kind):
         )
         return placement.layout.restore(part(*(placement.layout.apply(x, 1) for x in (q, k, v))), 1)
 
-    return spread
+    return attend
 
 
 @pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "all"])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-def test_heads_that_wait_and_travel_side_by_side(kind, mask):
-    """Heads of whole lanes keep their order: values and gradients are those of one device."""
+def test_heads_that_are_stored_and_sent_side_by_side(kind, mask):
+    """Heads that fill whole lanes keep their order: values and gradients are those of one device."""
     drawn = np.random.default_rng(0).standard_normal
     q, k, v, weights = (drawn((2, LENGTH, heads, LANES)).astype(np.float32) for heads in (8, 4, 4, 8))
     options = {"mask": mask, "implementation": "dense"}
@@ -79,19 +79,19 @@ def test_heads_that_wait_and_travel_side_by_side(kind, mask):
 
     got, wanted = (
         jax.jit(jax.grad(partial(loss, how), (0, 1, 2), has_aux=True))(q, k, v, weights)
-        for how in (spread_over(kind), pj.attention)
+        for how in (ring_attention(kind), pj.attention)
     )
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_forward_over_reverse_is_that_of_one_device(kind):
-    at = tuple(np.random.default_rng(0).standard_normal((3, ROWS, LENGTH, 2, SIZE)).astype(np.float32))
+    inputs = tuple(np.random.default_rng(0).standard_normal((3, ROWS, LENGTH, 2, SIZE)).astype(np.float32))
 
     def product(attend):
         """The Hessian times a direction."""
         options = {"mask": Causal(), "implementation": "blockwise"}
-        slope = jax.grad(lambda at: jnp.square(attend(*at, **options)).sum())
-        return jax.jit(lambda at: jax.jvp(slope, (at,), (jax.tree.map(jnp.cos, at),))[1])(at)
+        gradient = jax.grad(lambda inputs: jnp.square(attend(*inputs, **options)).sum())
+        return jax.jit(lambda inputs: jax.jvp(gradient, (inputs,), (jax.tree.map(jnp.cos, inputs),))[1])(inputs)
 
-    chex.assert_trees_all_close(product(spread_over(kind)), product(pj.attention), rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(product(ring_attention(kind)), product(pj.attention), rtol=1e-4, atol=1e-4)

@@ -36,7 +36,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def decoder(config):
-    """Its graph, and random parameters in NumPy."""
+    """The graph of the decoder, and random parameters in NumPy."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
     draw = np.random.default_rng(1)
     return graph, jax.tree.map(lambda leaf: np.float32(draw.normal(0, 0.3, leaf.shape)), shapes)
@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_one_device_and_nothing_is_gathered(conf
 
 
 def test_without_the_axis_the_compiler_gathers(decoder, batch, mesh, monkeypatch):
-    """What the module is for: the same program partitioned by the compiler alone, of rows too long to share tiles."""
+    """Why the axis is needed: in the same program the compiler alone gathers. Rows are too long to share tiles."""
     monkeypatch.setattr(importlib.import_module("posjax.attention.blockwise"), "TILE_ELEMENTS", 1)
     graph, state = decoder
     program, _ = compiled(graph, state, batch, mesh)
@@ -89,7 +89,7 @@ def test_without_a_mesh_it_is_a_plain_call(config, decoder, batch):
     chex.assert_trees_all_close(run(on_axis(config, "data"), state, *batch), run(graph, state, *batch), atol=1e-6)
 
 
-def test_a_batch_that_does_not_fit_the_mesh_is_named(config, decoder, batch, mesh):
+def test_a_batch_that_does_not_fit_the_mesh_is_refused(config, decoder, batch, mesh):
     _, state = decoder
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"no axis \['dta'\]; it has \['data', 'model'\]"):
         jax.eval_shape(partial(loss, on_axis(config, "dta")), state, *batch)

@@ -1,6 +1,6 @@
 """Sharded attention through the TPU compiler, without a TPU: ``pytest -m compile``.
 
-Each program is compiled in a process of its own, by this very file.
+Each program is compiled in a separate process, which runs this file.
 """
 
 import importlib.util
@@ -28,14 +28,14 @@ pytestmark = [
 LOCAL, HEADS, KV_HEADS, SIZE = 4096, 8, 2, 128
 
 
-def gradients(mesh: Mesh, strategy: str, kind: str, bias: str, rows: int = 1, many: int = 0):
-    """A loss' gradients, and its abstract arguments, of which every device has ``LOCAL`` tokens of each of its rows.
+def gradients(mesh: Mesh, strategy: str, kind: str, bias: str, rows: int = 1, num_heads: int = 0):
+    """The gradients of a loss, and abstract arguments, of which every device has ``LOCAL`` tokens of each of its rows.
 
-    ``many``: heads of queries and of keys, if they are not the usual ones.
+    ``num_heads``: of queries and of keys, if not ``HEADS`` and ``KV_HEADS``.
     """
-    heads, kv_heads = many or HEADS, many or KV_HEADS
+    heads, kv_heads = num_heads or HEADS, num_heads or KV_HEADS
     rows, shards = rows * mesh.shape["batch"], mesh.shape["context"]
-    where = Placement(("batch",), "context", None, strategy, Layout(kind, shards), 2)
+    placement = Placement(("batch",), "context", None, strategy, Layout(kind, shards), 2)
     scheme = pj.Scheme(features=pj.rotary.Rotary(), bias={"alibi": pj.bias.ALiBi(), "t5": pj.bias.T5()}[bias])
     on = partial(NamedSharding, mesh)
     array = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16, sharding=on(P("batch", "context")))
@@ -45,15 +45,15 @@ def gradients(mesh: Mesh, strategy: str, kind: str, bias: str, rows: int = 1, ma
 
     def loss(params, projected):
         def inside(params, projected, _):
-            return scheme.attend(*projected, params=params, placement=where)
+            return scheme.attend(*projected, params=params, placement=placement)
 
-        return jnp.square(attend_on_mesh(inside, where, params, projected, {}).astype(jnp.float32)).sum()
+        return jnp.square(attend_on_mesh(inside, placement, params, projected, {}).astype(jnp.float32)).sum()
 
     return jax.grad(loss, argnums=(0, 1)), (params, projected)
 
 
 def compile_here(topology: str, shards: int, *options: str | int) -> dict:
-    """What the compiler makes of it for a whole slice."""
+    """The text and the temporary memory of the program, compiled for a whole slice."""
     devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
     mesh = Mesh(np.array(devices).reshape(-1, shards), ("batch", "context"), axis_types=(AxisType.Auto,) * 2)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -68,8 +68,8 @@ def bodies(text: str) -> list[list[str]]:
     return [part.splitlines() for part in re.split(r"\n\n", text)]
 
 
-def hidden(body: list[str]) -> int:
-    """How many transfers are under way while attention is computed: the kernel, a branch, or the loop over pieces."""
+def overlapped_transfers(body: list[str]) -> int:
+    """The most transfers that run while attention is computed: in the kernel, a branch, or the loop over pieces."""
     found, under_way = 0, set()
     for line in body:
         if started := re.search(r"(%\S+) = .* collective-permute-start\(", line):
@@ -90,24 +90,26 @@ def test_a_ring_runs_the_kernel_while_the_next_keys_travel(topology, shards, kin
         calls = re.findall(rf"posjax_attention_{kernel}\S* = .*tpu_custom_call", found["text"])
         assert len(calls) == 4, "either half, in the loop and behind it"
     assert not re.search(r" all-gather| all-to-all", found["text"])
-    loops = sorted(hidden(body) for body in bodies(found["text"]) if any("-permute-start(" in line for line in body))
+    loops = sorted(
+        overlapped_transfers(body) for body in bodies(found["text"]) if any("-permute-start(" in line for line in body)
+    )
     assert sum(count >= 4 for count in loops) >= 2
 
 
-def test_a_ring_puts_no_sums_in_another_order():
-    """With heads enough that the compiler would do so at every step, and back.
+def test_a_ring_does_not_change_the_layout_of_its_sums():
+    """There are so many heads that the compiler would otherwise change the layout at every step, and back.
 
-    The sum of dQ may be, in both branches of the last step of either half.
+    It may change the layout of the sum of dQ, in both branches of the last step of each half.
     """
     rows, heads = 2, 32
     found = compiled(__file__, "v5p:2x2x2", 8, "ring", "zigzag", "alibi", rows, heads)
     steps = [line for body in bodies(found["text"]) if not any("ENTRY" in line for line in body) for line in body]
     assert any("tpu_custom_call" in line for line in steps)
-    assert reordered(steps, rows * LOCAL * SIZE * heads // 2) <= 4
+    assert layout_changes(steps, rows * LOCAL * SIZE * heads // 2) <= 4
 
 
-def reordered(lines: list[str], least: int) -> int:
-    """How many copies and transposes put at least so many float32 numbers in another order in memory."""
+def layout_changes(lines: list[str], least: int) -> int:
+    """How many copies and transposes change the memory layout of at least ``least`` float32 numbers."""
     stored = r"(\S+) = f32\[([\d,]+)\]\{([\d,]+)\S* (copy|transpose)?\(?(%[^\s,)]+)?"
     found = [match for line in lines if (match := re.search(stored, line))]
     axes = {name: _axes(shape, order) for name, shape, order, *_ in map(re.Match.groups, found)}
@@ -116,7 +118,7 @@ def reordered(lines: list[str], least: int) -> int:
 
 
 def _axes(shape: str, order: str) -> list[str]:
-    """The axes from the innermost, without those of one element, whose place says nothing."""
+    """The axes from the innermost, without axes of one element, whose place does not matter."""
     return [axis for axis in order.split(",") if shape.split(",")[int(axis)] != "1"]
 
 

@@ -1,7 +1,7 @@
-"""Attention over a mesh is attention on one device: outputs, log-sum-exps and every gradient, in float32.
+"""Attention over a mesh equals attention on one device: outputs, log-sum-exps and every gradient, in float32.
 
-Every class of slots once, and every strategy with every layout, mesh and backend; in the wide grid every class of slots
-meets two of the four strategies, and ``test_sharded_wide.py`` has all combinations.
+By default every class of slots occurs once, and every strategy with every layout, mesh and backend. In the wide grid
+every class of slots occurs with two of the four strategies. ``test_sharded_wide.py`` has all combinations.
 """
 
 import itertools
@@ -15,10 +15,10 @@ STRATEGIES = ("all-gather", "ring", "ulysses", "ring-ulysses")
 BACKENDS = ("dense", "blockwise", None)
 
 
-# Every class of slots, and every two values of the other columns; only four shards make groups of two.
+# Every class of slots, and every pair of values of the other columns. Groups of two need four shards.
 COVERING = [
     ("alibi, soft cap", "2x2x2", "all-gather", "contiguous", None),
-    # A ring of more than two, whose positions are not arrays that travel.
+    # A ring of more than two devices, whose positions are no arrays and so are not sent.
     ("alibi, soft cap", "2x4", "ring", "zigzag", "blockwise"),
     ("rerope", "4x2", "all-gather", "striped", "blockwise"),
     ("coca", "2x4", "all-gather", "zigzag", "dense"),
@@ -43,9 +43,9 @@ def grid():
 
 
 @pytest.mark.parametrize("cases", [COVERING, list(grid())], ids=["covering", "wide"])
-def test_every_two_of_strategies_meshes_layouts_and_backends_meet(cases):
+def test_every_pair_of_strategy_mesh_layout_and_backend_occurs(cases):
     pairs = {pair for _, *case in cases for pair in itertools.combinations(enumerate(case), 2)}
-    # Groups of two need one mesh.
+    # Groups of two occur on one mesh only.
     assert len(pairs) == 12 + 12 + 9 + 9 + 9 + 10
     assert {name for name, *_ in cases} == set(spread.CASES)
 

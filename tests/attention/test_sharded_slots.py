@@ -1,4 +1,4 @@
-"""Attention over a mesh for what not every strategy takes: windows, counts along whole rows, parameters per head."""
+"""Attention over a mesh for windows, counts along whole rows, and parameters per head: not every strategy fits."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def wide(*values):
         ("fox in a window", "4x2", "contiguous", None),
     ],
 )
-def test_windows_by_their_neighbours(name, mesh, kind, implementation):
+def test_windows_with_the_neighbour_strategy(name, mesh, kind, implementation):
     spread.check(spread.WINDOWS[name], mesh, spread.placement(mesh, "neighbour", kind), implementation)
 
 
@@ -63,13 +63,13 @@ def test_heads_over_an_axis_take_their_own_parameters(name, strategy, kind):
     ],
 )
 def test_both_pieces_of_a_zigzag_at_once(name, mesh, strategy, implementation):
-    """Pieces of 128 tokens or more are whole tiles; the shorter ones of other tests are taken one by one."""
+    """Pieces of 128 tokens or more are whole tiles; the shorter pieces of other tests are processed one by one."""
     rings = spread.MESHES[mesh][1] // (2 if strategy == "ring-ulysses" else 1)
     case = dataclasses.replace(spread.CASES[name], rows=2, length=2 * 128 * rings)
     spread.check(case, mesh, spread.placement(mesh, strategy, "zigzag"), implementation)
 
 
-def test_a_factor_of_tokens_goes_with_its_piece():
-    """Biases by distance take the pieces of a zigzag one by one, and each piece its own tokens' factors."""
+def test_a_scale_per_token_stays_with_its_piece():
+    """With a bias by distance, zigzag pieces are processed one by one, each with the scales of its own tokens."""
     case = spread.Case(pj.Scheme(bias=pj.bias.T5(8, 12), scale=pj.scales.SSMax(bias=True)), length=512, rows=2)
     spread.check(case, "2x2x2", spread.placement("2x2x2", "ring", "zigzag"), "blockwise")

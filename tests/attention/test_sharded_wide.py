@@ -11,7 +11,7 @@ ALL = {**spread.CASES, **spread.WINDOWS, **spread.WHOLE_ROWS, **spread.PER_HEAD}
 
 
 def takes(name: str, mesh: str, strategy: str, kind: str) -> bool:
-    """Whether a strategy can split a case so."""
+    """Whether a strategy can split a case over this mesh with this layout."""
     case, shape = ALL[name], spread.MESHES[mesh]
     sizes = Sizes(
         spread.ROWS,

@@ -1,4 +1,4 @@
-"""Which tiles are visited, and by the lists of the kernels, against every pair of tokens looked at by itself."""
+"""Tiles that plans and the lists of the kernels visit, against a check of every pair of tokens."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ PACKED = np.asarray(from_segments(IDS))
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Masks and positions; ``exact`` where extents tell all there is to know of a tile."""
+    """Masks and positions. ``exact``: the extents of positions alone determine the kind of every tile."""
 
     name: str
     mask: object = None
@@ -87,15 +87,15 @@ CASES = [
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def rarely(case: Case, blocks: Blocks) -> bool:
-    """Plans of arrays of positions are compiled; two sizes of tiles are enough by default."""
+def only_wide(case: Case, blocks: Blocks) -> bool:
+    """Whether it runs only with ``-m wide``: plans of position arrays are compiled, and two tile sizes are enough."""
     return not (isinstance(case.q_positions, Range) and isinstance(case.kv_positions, Range)) and blocks in BLOCKS[2:]
 
 
 cases_and_blocks = pytest.mark.parametrize(
     ("case", "blocks"),
     [
-        pytest.param(case, blocks, marks=[pytest.mark.wide] if rarely(case, blocks) else [])
+        pytest.param(case, blocks, marks=[pytest.mark.wide] if only_wide(case, blocks) else [])
         for blocks in BLOCKS
         for case in CASES
     ],
@@ -140,7 +140,7 @@ def kinds_of(plan) -> np.ndarray:
 
 @cases_and_blocks
 def test_every_tile_is_of_its_kind(case, blocks):
-    """None of them lacks a pair; where extents tell all, none is visited, masked or scored twice in vain either."""
+    """No tile lacks a pair. In an exact case, no tile is visited, masked or scored twice without need."""
     found = kinds_of(planned(case, blocks))
     allowed = tiles_of(case.mask, case, blocks)
     branches = [tiles_of(where, case, blocks) for where in case.remap]
@@ -194,7 +194,7 @@ def check_visits(visits, kinds: tuple[Kind, ...], found: np.ndarray) -> None:
 
 @cases_and_blocks
 def test_lists_visit_every_tile_once_kind_after_kind(case, blocks):
-    """``following`` is the first entry of the next row, or -1 where that row is empty or there is none."""
+    """The last of ``ends`` is the first entry of the next row, or -1 if that row is empty or does not exist."""
     plan = planned(case, blocks)
     found = kinds_of(plan)
     check_visits(lists(plan), plan.kinds, found)
@@ -202,14 +202,14 @@ def test_lists_visit_every_tile_once_kind_after_kind(case, blocks):
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
-def test_rows_of_a_batch_share_a_plan_where_nothing_tells_them_apart(case):
+def test_rows_of_a_batch_share_a_plan_where_they_do_not_differ(case):
     chex.assert_shape(planned(case, BLOCKS[0]).grid, (1, QUERIES // 4, KEYS // 6))
 
 
 @cases
 @pytest.mark.parametrize("blocks", BLOCKS[:2], ids=lambda blocks: f"{blocks.q}x{blocks.k}")
 def test_plans_of_traced_positions_are_the_same(case, blocks):
-    """They hold every kind there could be, so that the program is one for all positions."""
+    """They hold every possible kind, so that one program serves all positions."""
     known, kinds = planned(case, blocks), []
 
     @jax.jit
@@ -227,7 +227,7 @@ def test_plans_of_traced_positions_are_the_same(case, blocks):
     check_visits(visits[1], tuple(kinds), found.swapaxes(1, 2))
 
 
-def test_positions_known_when_tracing_give_lists_that_are():
+def test_positions_known_when_tracing_give_plans_known_when_tracing():
     def run(q):
         x = dataclasses.replace(operands(CASES[1]), q=q)
         assert isinstance(plan_tiles(x, BLOCKS[0]).grid, np.ndarray)

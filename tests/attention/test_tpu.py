@@ -1,7 +1,7 @@
 """The TPU kernels in interpret mode: forward against NumPy, every gradient against ``dense``, both in float64.
 
 The interpreter fills memory that was never written with NaN, runs every copy as late as its semaphore allows, and
-prints what it finds of races and of semaphores that are not back at zero; here either fails the test.
+reports races and semaphores that do not return to zero; here both fail the test.
 """
 
 import dataclasses
@@ -60,12 +60,12 @@ class Case:
     blocks: Blocks = SMALL
     bounded: bool = False
     chip: str = "TPU v5 lite"
-    loud: bool = False  # a bound of the logits of the second block of queries is far above all of them
-    cores: int = 1  # with two, heads come in random order, and what a head's rows of tiles hand on must stay with it
+    loose_bound: bool = False  # the bound of the second block of queries is far above their logits
+    cores: int = 1  # with two, heads run in random order, and the state of one must not reach another
 
 
-def riding(name: str, **slots) -> Case:
-    """On a chip where numbers of the keys and bounds of the queries are features beside those of a head of 128."""
+def with_extra_features(name: str, **slots) -> Case:
+    """A case on a chip where biases of keys and bounds of queries are extra features of a head of 128."""
     return Case(name, mask=Causal(), size=128, dtype=jnp.bfloat16, chip="TPU v6 lite", **slots)
 
 
@@ -75,7 +75,7 @@ def random_ids(seed: int, lowest: int = -1) -> np.ndarray:
 
 
 IDS = random_ids(0)
-# What lies in the middle tile of the second row is one segment, so that some of its tiles are whole.
+# The second row has one segment from token 100 on, so that some of its tiles are whole.
 IDS[1, 100:] = 9
 PACKED = from_segments(IDS)
 FLAGS = jnp.asarray(np.random.default_rng(1).random((2, TOKENS)) < 0.01)
@@ -154,12 +154,14 @@ CASES = [
         batch=1,
     ),
     Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
-    riding("alibi and a bound that is too high among the features", bias=LEARNED, loud=True, bounded=True, batch=1),
-    riding(
+    with_extra_features(
+        "alibi and a bound that is too high among the features", bias=LEARNED, loose_bound=True, bounded=True, batch=1
+    ),
+    with_extra_features(
         "a bound that is too high before a row whose first tile takes near and remapped features",
         remap=(Beyond(256),),
         kv_positions=ONE_TILE,
-        loud=True,
+        loose_bound=True,
         bounded=True,
         batch=1,
     ),
@@ -184,7 +186,7 @@ WIDE = [
         softcap=4.0,
         batch=1,
     ),
-    riding("alibi of remapped pairs among the features", bias=LEARNED, remap=(Beyond(140),), batch=1),
+    with_extra_features("alibi of remapped pairs among the features", bias=LEARNED, remap=(Beyond(140),), batch=1),
     Case(
         "two-sided t5 with four heads",
         bias=T5_BOTH,
@@ -199,7 +201,7 @@ WIDE = [
     Case("fox with four heads", bias=FoX(), mask=Causal(), queries=200, keys=200, heads=4, kv_heads=2, cores=2),
     Case("plain"),
     Case("causal learned alibi", bias=LEARNED, mask=Causal(), batch=1),
-    Case("a bound that is too high", mask=Causal(), bias=LEARNED, bounded=True, loud=True, batch=1),
+    Case("a bound that is too high", mask=Causal(), bias=LEARNED, bounded=True, loose_bound=True, batch=1),
     Case("far with t5", bias=T5_NEAR, remap=(Beyond(140),), mask=Causal(), batch=1),
     Case("several parts in bfloat16", bias=ALiBi(), mask=Causal(), batch=1, dtype=jnp.bfloat16, blocks=LARGE),
     Case("two-sided t5 in a band ahead", bias=T5_BOTH, kv_positions=Range(300, TOKENS), batch=1),
@@ -233,9 +235,9 @@ WIDE = [
     Case("far of segments", mask=Causal(), remap=(Segments(IDS),), bias=T5_NEAR),
     Case("empty rows", mask=Causal() & Window(20), bias=T5_NEAR, q_positions=Range(250, TOKENS)),
     Case("bounded", bounded=True),
-    Case("bounded kerple", mask=Causal(), bias=Kerple(), bounded=True, loud=True, blocks=Blocks(128, 256, 128)),
-    riding("t5 under a bound among the features", bias=T5_NEAR, bounded=True, batch=1),
-    riding("several parts under a bound among the features", bias=LEARNED, bounded=True, blocks=LARGE),
+    Case("bounded kerple", mask=Causal(), bias=Kerple(), bounded=True, loose_bound=True, blocks=Blocks(128, 256, 128)),
+    with_extra_features("t5 under a bound among the features", bias=T5_NEAR, bounded=True, batch=1),
+    with_extra_features("several parts under a bound among the features", bias=LEARNED, bounded=True, blocks=LARGE),
     Case("nothing at all", mask=Causal(), bias=Kerple(), kv_positions=Range(1000, TOKENS)),
     Case("symmetric alibi without a mask", bias=SYMMETRIC, queries=200, batch=1),
     Case(
@@ -276,13 +278,13 @@ WIDE = [
 def _no_races(capsys):
     pltpu.reset_tpu_interpret_mode_state()
     yield
-    said = capsys.readouterr().out
-    assert "RACE DETECTED" not in said
-    assert "non-zero count" not in said
+    printed = capsys.readouterr().out
+    assert "RACE DETECTED" not in printed
+    assert "non-zero count" not in printed
 
 
 def inputs(case: Case) -> dict:
-    """Everything that has a gradient, by name; queries are float32, and of the dtype of the case when scaled."""
+    """Everything that has a gradient, by name. Queries are float32; scaled, they are exact in the dtype of the case."""
     rng = np.random.default_rng(7)
 
     def normal(*shape):
@@ -294,7 +296,7 @@ def inputs(case: Case) -> dict:
         "k": normal(case.keys, case.kv_heads, case.size),
         "v": normal(case.keys, case.kv_heads, case.value_size),
     }
-    if case.loud:
+    if case.loose_bound:
         values["q"][:, :128] *= 2**-6
         values["q"][:, 256:] *= 2**-6
         values["k"][:, 290] *= 64
@@ -319,7 +321,7 @@ def bound(case: Case, values: dict):
 
 
 def places(case: Case) -> dict:
-    """What has no gradient: masks and positions. Their arrays are traced."""
+    """Everything that has no gradient: masks and positions. Their arrays are traced."""
     q_positions = Range(0, case.queries) if case.q_positions is None else case.q_positions
     kv_positions = Range(0, case.keys) if case.kv_positions is None else case.kv_positions
     return {"mask": case.mask, "where": case.remap, "q_positions": q_positions, "kv_positions": kv_positions}
@@ -346,7 +348,7 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
 
 
 def kernel(case: Case):
-    """The TPU backend. It multiplies by ``log2 e`` itself, but for narrow queries, which are rounded once before."""
+    """The TPU backend. It multiplies queries by ``log2 e``, except bfloat16 ones, which are scaled and rounded here."""
     interpret = INTERPRET
     if case.cores > 1:
         interpret = dataclasses.replace(INTERPRET, num_cores_or_threads=case.cores, random_seed=4)
@@ -367,7 +369,7 @@ def kernel(case: Case):
 
 
 def loss_of(result: tuple):
-    """A number that every output and every finite log-sum-exp takes part in."""
+    """A scalar that depends on every output and every finite log-sum-exp."""
     out, lse = result
     weights = jnp.asarray(np.random.default_rng(3).standard_normal(out.shape), out.dtype)
     return (out * weights).sum(dtype=lse.dtype) + jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)).sum()
@@ -384,7 +386,7 @@ def outputs_and_gradients(case: Case, backend, values: dict):
 
 
 def pairs(case: Case, values: dict, placed: dict) -> tuple:
-    """What bias, mask and branches say of every pair of tokens."""
+    """The values of bias, mask and branches for every pair of tokens."""
     at = placed["q_positions"], placed["kv_positions"]
     tokens = [p if p.ndim == 1 else p[:, None] for p in map(as_array, at)]
     where = [masks.materialise(mask, *at) for mask in placed["where"]]
@@ -409,7 +411,7 @@ def oracle(case: Case, values: dict) -> tuple:
     )
 
 
-def doubled(values: dict) -> dict:
+def as_float64(values: dict) -> dict:
     return jax.tree.map(lambda x: x.astype(np.float64), values)
 
 
@@ -436,8 +438,8 @@ def check_case(case: Case, unread=()) -> None:
         poisoned[name][:, tokens] = np.nan
     out, lse, gradients = outputs_and_gradients(case, kernel(case), values | poisoned)
     with jax.enable_x64(True):
-        want_out, want_lse = oracle(case, doubled(values))
-        _, _, want = outputs_and_gradients(case, dense, doubled(values))
+        want_out, want_lse = oracle(case, as_float64(values))
+        _, _, want = outputs_and_gradients(case, dense, as_float64(values))
     coarse = case.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     blind = np.isneginf(want_lse)
@@ -461,7 +463,7 @@ def test_forward_and_every_gradient_over_the_wide_grid(case):
 
 
 def one_by_one(function):
-    """``function`` over the first axis of its arguments, as ``vmap`` has it, with a program for each."""
+    """``function`` mapped over the first axis of its arguments like ``vmap``, but unrolled."""
 
     def over(*arguments):
         found = [function(*(x[n] for x in arguments)) for n in range(len(arguments[0]))]
@@ -472,7 +474,7 @@ def one_by_one(function):
 
 @pytest.mark.parametrize("over", [jax.vmap, pytest.param(one_by_one, marks=pytest.mark.wide)])
 def test_parts_of_a_longer_sequence_merge_with_exact_gradients(over):
-    """Keys in two parts, merged by their log-sum-exps; the second part begins beyond half of the queries."""
+    """Keys in two parts, merged by their log-sum-exps; more than half of the queries see nothing of the second."""
     case, half = Case("parts", bias=LEARNED, mask=Causal(), queries=128, keys=160, batch=1), 80
     values = inputs(case)
 
@@ -490,7 +492,7 @@ def test_parts_of_a_longer_sequence_merge_with_exact_gradients(over):
     close(jax.jit(jax.value_and_grad(merged))(values), want, 2e-5)
 
 
-BEYOND_A_TILE = riding(
+BEYOND_A_TILE = with_extra_features(
     "alibi and remapped pairs among the features",
     bias=LEARNED,
     remap=(Beyond(128),),
@@ -509,7 +511,7 @@ WITHIN_A_TILE = dataclasses.replace(WITHIN_A_TILE, mask=Causal() & Window(100))
     [
         # Keys 144 to 511 are seen: tile 1 by the remapped features alone, tile 2 by both, tile 3 by the near ones.
         (BEYOND_A_TILE, {"k": (0, 1, 4), "v": (0, 4), "k0": (0, 3, 4)}),
-        # Keys 157 to 383 are seen, in tiles 1 and 2; far is up to 323.
+        # Keys 157 to 383 are seen, in tiles 1 and 2; remapped pairs have keys up to 323.
         pytest.param(WITHIN_A_TILE, {"k": (0, 3), "v": (0, 3), "k0": (0, 3)}, marks=pytest.mark.wide),
     ],
     ids=lambda x: x.name if isinstance(x, Case) else "",
@@ -521,7 +523,7 @@ def test_tiles_that_the_mask_empties_and_keys_of_other_branches_are_never_read(c
 
 @pytest.mark.wide
 def test_under_vmap():
-    """Of everything, the numbers of the bias too."""
+    """Every input is mapped, also the parameters of the bias."""
     case = Case("mapped", bias=LEARNED, mask=Causal(), queries=200, keys=200, batch=1)
     values = inputs(case)
     many = jax.tree.map(lambda x: np.stack([x, 0.5 * x]).astype(x.dtype), values)
@@ -529,13 +531,13 @@ def test_under_vmap():
     def gradient(backend, values):
         return jax.grad(lambda v: loss_of(call(case, backend, v, places(case))))(values)
 
-    # It ends first, for an interpreted kernel calls back into JAX, and hangs where this thread runs programs beside it.
+    # Wait for it: an interpreted kernel calls back into JAX and hangs if this thread runs another program meanwhile.
     got = jax.block_until_ready(jax.jit(jax.vmap(partial(gradient, kernel(case))))(many))
     close(got, jax.jit(jax.vmap(partial(gradient, dense)))(many), 2e-5)
 
 
 def test_inside_shard_map_with_its_checks():
-    """Rows of the batch on two devices, with the parameters of the bias the same on both."""
+    """Rows of the batch on two devices; both have the same parameters of the bias."""
     case = Case("sharded", bias=LEARNED, mask=Causal(), queries=100, keys=100)
     values = inputs(case)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))

@@ -1,4 +1,4 @@
-"""What the TPU kernels decide of a call: sizes of tiles by their costs, memory, work, and what they cannot count."""
+"""Decisions of the TPU kernels for a call: tile sizes by cost and memory, estimates of work, and int32 limits."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from posjax.positions import Range
 
 @pytest.mark.parametrize("run", [128, 1152, 2048, 4096])
 def test_no_tile_holds_tokens_of_two_runs(run):
-    """A bias counted from the first token of a block would lose digits over the gap between runs."""
+    """A bias relative to the first token of a block would lose precision across the gap between runs."""
     q, kv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2, 4, 2 * run, 128), (1, 2, 2 * run, 128)))
     places = np.concatenate([np.arange(run), np.arange(run) + 2**20]).astype(np.int32)
     x = Operands(q, kv, kv, None, Causal(), places, places, run=run)
@@ -44,7 +44,7 @@ def test_no_tile_holds_tokens_of_two_runs(run):
 @pytest.mark.parametrize(("queries", "keys"), [(128, 1536), (640, 384), (2048, 4096)])
 @pytest.mark.parametrize("chip", TARGETS.values(), ids=lambda chip: chip.name)
 def test_without_a_mask_the_blocks_of_the_fewest_cycles_are_taken(chip, queries, keys):
-    """Of a tile measured as q x k: ``whole QK / qk + row Q / q`` for padded lengths; backward ``row K / k``."""
+    """Cycles of a tile measured as q x k: ``whole QK / qk + row Q / q`` for padded lengths; backward ``row K / k``."""
     q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, queries), (keys,)))
     x = Operands(q, kv, kv, None, None, Range(0, queries), Range(0, keys))
     kernels = ((cheapest_forward, FORWARD, fit, 0), (cheapest_backward, BACKWARD, divide, 1))
@@ -66,21 +66,23 @@ def test_the_fast_memory_of_a_tile_by_hand():
     # 10 for a logit.
     forward = 2 * 2 * (512 * 96 + 256 * 96) + 2 * 256 * 64 + 4 * 256 * (128 + 128 + 32) + 10 * 256 * 128
     assert _forward_bytes(x, blocks, False) == forward
-    # Two places for what runs in, and float32 where bfloat16 would go out.
+    # Two buffers for the sums so far, and results in float32 instead of bfloat16.
     assert _forward_bytes(x, blocks, True) == forward + 2 * (4 + 2) * 256 * 32
     # Twice: queries and gradients of outputs, keys, values and their gradients; three of dq; dk and dv; 16 for a logit.
     backward = 2 * 2 * (256 * 96 + 2 * 512 * 96) + 3 * 4 * 256 * 64 + 4 * 512 * 96 + 16 * 512 * 128
-    # Scaled keys, and the gradients of queries that are whole.
+    # Scaled keys, and finished gradients of queries.
     backward += 2 * (512 + 256) * 64
     assert _backward_bytes(x, blocks, False) == backward
     assert _backward_bytes(x, blocks, True) == backward + 2 * (4 + 2) * 512 * 96
     relative = dataclasses.replace(x, bias=SimpleNamespace(by_distance=True))
-    more = [after(relative, blocks, False) - after(x, blocks, False) for after in (_forward_bytes, _backward_bytes)]
-    assert more == [512 * (256 + 512), 1024 * (256 + 512)]
+    extra = [
+        bytes_of(relative, blocks, False) - bytes_of(x, blocks, False) for bytes_of in (_forward_bytes, _backward_bytes)
+    ]
+    assert extra == [512 * (256 + 512), 1024 * (256 + 512)]
 
 
 def test_sums_by_distance_may_take_half_of_fast_memory():
-    """64 bytes for each query and key and query head of a group: 409,600 of each take 50 MiB, of a chip's 100."""
+    """64 bytes per query, per key and per query head of a group: 409,600 tokens take 50 MiB, half of a chip's 100."""
 
     def why(tokens):
         q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, tokens), (tokens,)))
@@ -92,7 +94,7 @@ def test_sums_by_distance_may_take_half_of_fast_memory():
 
 
 def test_the_band_of_distances_in_which_a_bias_varies_needs_both_starts():
-    """What the kernels keep of a bias by distance: some rows of 128 distances, or all where a start is traced."""
+    """The rows of 128 distances that the kernels store of a bias by distance: some, or all if a start is traced."""
 
     def band(start, keys_from=0):
         positions = {"q_positions": Range(start, 128), "kv_positions": Range(keys_from, 4096)}
@@ -102,7 +104,7 @@ def test_the_band_of_distances_in_which_a_bias_varies_needs_both_starts():
     whole, found = (0, 33), []
     # The bias varies up to 128 from distance 0, in row 16; a tile reads 256 more and a row is spare on either side.
     assert band(2048) == band(2148, 100) == (12, 20)
-    # At the ends of all distances, and beyond them, where it is still what one tile reads.
+    # At and beyond the ends of all distances the band is what one tile reads.
     assert [band(start) for start in (4000, 10_000, 64, -10_000)] == [(0, 5), (0, 2), (27, 33), (31, 33)]
     jax.eval_shape(lambda start: found.append(band(start)), jnp.int32(2048))
     assert found == [whole]
@@ -126,7 +128,7 @@ def test_tiles_that_do_not_fit_fast_memory_are_halved_down_to_256(name, vmem, bl
 
 
 def test_tiles_are_counted_as_causal_where_they_are_not_known():
-    """Two blocks of queries and three of keys: what some and what all pairs of a tile see."""
+    """Two blocks of queries and three of keys: the numbers of tiles that are not empty and that are full."""
     q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, 256), (384,)))
 
     def counted(mask, start=0, keys=None):
@@ -158,7 +160,7 @@ def test_distances_may_reach_the_last_int32(q_start, kv_start, leaves):
 
 
 def test_the_work_of_a_kernel_by_hand():
-    """Half of 2 x 4 x 256 x 512 pairs, three products over 64 features and two over 32 values; bytes go both ways."""
+    """Half of 2 x 4 x 256 x 512 pairs, three products over 64 features and two over 32 values; bytes in and out."""
     shapes = {"q": (2, 4, 1, 256, 64), "k": (2, 2, 1, 512, 64), "v": (2, 2, 512, 32)}
     x = SimpleNamespace(**{name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()})
     call = SimpleNamespace(heads=4, size=64, value_size=32)

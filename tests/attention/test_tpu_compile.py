@@ -1,6 +1,6 @@
 """The TPU kernels through the real compiler, for every chip, without a TPU: ``pytest -m compile``.
 
-Each program is compiled in a process of its own. The compiler refuses what does not fit a chip's memory.
+Each program is compiled in a separate process. The compiler refuses what does not fit a chip's memory.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def program(
     backward: bool = True,
     mapped: int = 0,
 ):
-    """A function and its abstract arguments; heads lie side by side, as a model's projections give them."""
+    """A function and its abstract arguments; heads are side by side in memory, as in a model's projections."""
     on = next(known for known in blocks.TARGETS.values() if known.name == chip)
     array = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     values = {
@@ -88,7 +88,7 @@ def program(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arithmetic(Mask):
-    """A mask from outside the library with all that the kernels take: see ``terms.mask_refusal``."""
+    """A user's mask with every operation that the kernels support: see ``terms.mask_refusal``."""
 
     def pairs(self, i, j):
         near = jnp.clip(abs(i - j), 0, 100) * (i - j) ** 2 < jnp.maximum(i // 8, j % 7) << 3
@@ -126,7 +126,7 @@ def slots(name: str, values: dict, ids, heads: int) -> dict:
         "segments": Causal() & Segments(ids),
         "own mask": Causal() & Arithmetic(),
     }.get(name, Causal())
-    where = Range(0, ids.shape[-1])
+    positions = Range(0, ids.shape[-1])
     return {
         "bias": ForgetBias(values["q_gates"], values["kv_gates"])
         if name == "fox"
@@ -134,19 +134,19 @@ def slots(name: str, values: dict, ids, heads: int) -> dict:
         "mask": mask,
         "softcap": 30.0 if name == "soft cap" else None,
         "remap": tuple(Branch(values[f"q{n}"], values[f"k{n}"], mask) for n, mask in enumerate(remap)),
-        "q_positions": where,
-        "kv_positions": where,
+        "q_positions": positions,
+        "kv_positions": positions,
     }
 
 
 @pytest.fixture(autouse=True)
 def _usual_flags(monkeypatch):
-    """The compiler's own settings, not those with which the rest of the tests compile for CPUs."""
+    """Compiles with default flags, without those that the other tests set for CPUs."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
 def temp_bytes(chip: str, name: str, tokens: int, **options) -> int:
-    """Main memory beside arguments and outputs, by the compiler's plan; ``DoesNotCompile`` says why there is none."""
+    """Temporary main memory in the compiler's plan. If the compiler refuses, ``DoesNotCompile`` gives the reason."""
     return compile_for(
         chip, f"{__file__}:program", {"chip": chip, "name": name, "tokens": tokens, **options}
     ).temp_bytes
@@ -156,7 +156,7 @@ def temp_bytes(chip: str, name: str, tokens: int, **options) -> int:
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("tokens", [SHORT, LONG])
 def test_forward_and_backward_in_memory_linear_in_the_length(chip, name, tokens):
-    """No more than four float32 arrays like the queries; one is what their gradients are summed up in."""
+    """At most four float32 arrays of the size of the queries. One holds the sums of their gradients."""
     pairs = 2 if name == "rerope" else 1
     assert temp_bytes(chip, name, tokens) <= 4 * pairs * (8 * tokens * 128 * 4) + 2**20
 
@@ -185,7 +185,7 @@ def test_grouped_heads(chip, name):
 
 
 @pytest.mark.parametrize("tokens", [100, 1000, 8300])
-def test_lengths_that_are_no_multiple_of_anything(tokens):
+def test_lengths_that_are_not_multiples_of_a_tile(tokens):
     temp_bytes("v5e", "t5", tokens)
 
 

@@ -1,4 +1,4 @@
-"""What the TPU kernels keep in fast memory, by hand: one place more than needed is room that larger tiles lack."""
+"""Buffers of the TPU kernels in fast memory, counted by hand: a buffer too many leaves less room for tiles."""
 
 from itertools import chain
 
@@ -21,7 +21,7 @@ SEGMENTS = Segments(np.zeros((1, QUERIES), np.int32), np.zeros((1, KEYS), np.int
 
 
 def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias=None, mask=None, remap=None) -> list:
-    """The static call and the shapes of its inputs, as they reach the kernels, which do not run."""
+    """The static call and the shapes of its inputs, as the kernels get them. The kernels do not run."""
     found = []
 
     def forward(call, x, so_far):
@@ -42,14 +42,15 @@ def calls(monkeypatch, *, chip="TPU v5 lite", size=128, dtype=jnp.bfloat16, bias
     return found[0]
 
 
-def shapes_of(room) -> list:
-    return [leaf.shape for leaf in jax.tree.leaves(room, is_leaf=lambda x: hasattr(x, "shape"))]
+def shapes_of(buffers) -> list:
+    return [leaf.shape for leaf in jax.tree.leaves(buffers, is_leaf=lambda x: hasattr(x, "shape"))]
 
 
-# Forward: two places for keys, values, rows and window; maximum, sum, both as rows, output, and what rides or is added.
-# Backward: two places for queries, rows, gradients of outputs, two numbers for each and window; dk, dv, columns, the
-# bias, its gradient and matrix; three places for dq, what is in each and whether a result is on its way, semaphores of
-# both ways, and for one pair of features the result and its semaphore; semaphores.
+# Forward: two buffers each for keys, values, rows and window; maximum, sum, both as rows, output, queries with extra
+# features, and the bias; a state; semaphores.
+# Backward: two buffers each for queries, rows, gradients of outputs, two numbers per query, and window; dk, dv,
+# columns, the bias, its gradient and matrix; three buffers for dq, their contents and whether a result is being
+# written, their semaphores, and for one pair of features the result and its semaphore; semaphores.
 @pytest.mark.parametrize(
     ("slots", "forward", "backward"),
     [
@@ -92,14 +93,14 @@ def shapes_of(room) -> list:
     ],
     ids=["bias by distance of segments and remapped pairs", "linear bias", "linear bias among the features"],
 )
-def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slots, forward, backward):
+def test_scratch_holds_only_copied_blocks_and_sums(monkeypatch, slots, forward, backward):
     call, x = calls(monkeypatch, **slots)
     numbers = jax.ShapeDtypeStruct((1, 2, 1, QUERIES), jnp.float32)
     per_query = PerQuery(jax.ShapeDtypeStruct((1, 2, QUERIES, VALUES), jnp.bfloat16), numbers, numbers)
-    there = jax.eval_shape(lambda x: forward_dma.arrays_of(call, x, None), x)
-    back = jax.eval_shape(lambda x, y: backward_dma.arrays_of(call, x, y, None), x, per_query)
-    assert shapes_of(forward_dma.scratch(call, there)) == list(chain(*forward))
-    assert shapes_of(backward_dma.scratch(call, back, True)) == list(chain(*backward))
+    forward_arrays = jax.eval_shape(lambda x: forward_dma.arrays_of(call, x, None), x)
+    backward_arrays = jax.eval_shape(lambda x, y: backward_dma.arrays_of(call, x, y, None), x, per_query)
+    assert shapes_of(forward_dma.scratch(call, forward_arrays)) == list(chain(*forward))
+    assert shapes_of(backward_dma.scratch(call, backward_arrays, True)) == list(chain(*backward))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_there_is_room_for_what_travels_and_for_the_sums_alone(monkeypatch, slot
         ({"chip": "TPU v6 lite", "bias": ALiBi(), "mask": SEGMENTS}, True, False),
     ],
 )
-def test_wide_units_have_room_beside_heads_of_128_in_bfloat16_and_take_a_bound_where_one_is_known(
+def test_wide_units_have_spare_features_for_bfloat16_heads_of_128_and_use_a_known_bound(
     monkeypatch, slots, spare, bounded
 ):
     call, x = calls(monkeypatch, **slots)

@@ -1,4 +1,4 @@
-"""Window sizes, sink counts and soft caps that only the running program knows: layers that differ, in one program."""
+"""Window sizes, sink counts and soft caps as traced arrays: layers with different values share one program."""
 
 from functools import partial
 
@@ -32,8 +32,8 @@ def projections():
 
 
 def allowed(mask):
-    there = np.arange(LENGTH)
-    return np.asarray(masks.materialise(mask, there, there))
+    positions = np.arange(LENGTH)
+    return np.asarray(masks.materialise(mask, positions, positions))
 
 
 @backends
@@ -90,8 +90,8 @@ def test_a_learned_soft_cap_and_its_gradient(bias, backend):
     q, k, v = projections()
     ids = np.asarray([[0] * 5 + [1] * 8, [-1] * 3 + [2] * 10], np.int32)
     mask = Causal() & masks.Segments(ids)
-    there = np.arange(LENGTH)
-    array = None if bias is None else pj.alibi_bias(HEADS, there, there)
+    positions = np.arange(LENGTH)
+    array = None if bias is None else pj.alibi_bias(HEADS, positions, positions)
 
     def loss(softcap):
         out, lse = pj.attention(
@@ -171,7 +171,7 @@ def test_where_a_size_must_be_known_the_error_names_it():
 
 
 def test_a_long_row_with_a_traced_window_needs_no_kernel():
-    """``implementation=None`` beyond a tile: every kernel refuses, and blockwise takes the call."""
+    """``implementation=None`` beyond a tile: every kernel refuses, and blockwise runs."""
     q = np.ones((1, 600, 1, SIZE), np.float32)
     with jax.enable_x64(False):
         out = jax.eval_shape(lambda n: pj.attention(q, q, q, mask=Causal() & Window(n)), jnp.int32(3))

@@ -9,7 +9,7 @@ from posjax.attention.operation import Backends, attend
 
 
 def of_tiles(*blocks: int) -> Backend:
-    """The blockwise backend with such tiles."""
+    """The blockwise backend with tiles of these sizes."""
     return Backend(*(partial(each, blocks=Blocks(*blocks)) for each in (blockwise, blockwise_gradients)))
 
 

@@ -13,17 +13,17 @@ from posjax.bias import T5, ALiBi, Kerple, LogBias, PowerBias, alibi_bias, alibi
 Q = jnp.arange(6)
 
 
-def press(num_heads):
+def slopes_of_the_paper(num_heads):
     """The recipe of the ALiBi paper's footnote: powers of two, then every second slope of twice as many."""
     if math.log2(num_heads).is_integer():
         return [2 ** (-8 * h / num_heads) for h in range(1, num_heads + 1)]
     c = 2 ** int(math.log2(num_heads))
-    return press(c) + press(2 * c)[0::2][: num_heads - c]
+    return slopes_of_the_paper(c) + slopes_of_the_paper(2 * c)[0::2][: num_heads - c]
 
 
 def test_alibi_slopes_of_1_to_128_heads():
     for heads in range(1, 129):
-        chex.assert_trees_all_close(alibi_slopes(heads), np.float32(press(heads)), rtol=1e-7)
+        chex.assert_trees_all_close(alibi_slopes(heads), np.float32(slopes_of_the_paper(heads)), rtol=1e-7)
     chex.assert_type(alibi_slopes(12), jnp.float32)
 
 
@@ -46,7 +46,7 @@ def test_alibi_slopes_of_hugging_face_bloom():
 @pytest.mark.parity
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 20])
 def test_alibi_of_mpt_and_bloom_differs_by_a_constant_of_each_row(heads):
-    """Both bias by the key's index alone, which a softmax cannot tell from the distance."""
+    """Both add a bias of the key's index alone. The softmax is the same as with the distance."""
     torch = pytest.importorskip("torch")
     mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
@@ -66,7 +66,7 @@ def test_alibi_bias_values():
     np.testing.assert_allclose(alibi_bias(2, Q, Q, symmetric=True)[1], -(2.0**-8) * abs(i - j))
 
 
-def test_alibi_keeps_its_bits_at_long_range():
+def test_alibi_keeps_its_precision_at_long_range():
     far = jnp.asarray([100_000, 100_001])
     bias = alibi_bias(8, far, far)
     np.testing.assert_array_equal(bias[:, 1, 1] - bias[:, 1, 0], alibi_slopes(8))
@@ -131,7 +131,7 @@ def test_alibi_with_chosen_slopes_refuses():
 
 
 @pytest.mark.parametrize("heads", [0, -3, 8.0, True])
-def test_alibi_refuses_no_heads(heads):
+def test_alibi_refuses_invalid_numbers_of_heads(heads):
     with pytest.raises(ValueError, match="num_heads must be positive"):
         alibi_slopes(heads)
 
@@ -199,7 +199,7 @@ def test_t5_bias_looks_up_its_table():
         ({"num_buckets": 32, "max_distance": 16}, "max_distance must exceed the 16 exact buckets"),
     ],
 )
-def test_t5_refuses_buckets_that_cannot_be(options, message):
+def test_t5_refuses_invalid_buckets(options, message):
     with pytest.raises(ValueError, match=message):
         T5(**options)
 

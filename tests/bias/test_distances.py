@@ -1,4 +1,4 @@
-"""Biases by distance at the ends of int32, where ``i - j`` is twice as long as an int32, against Python's integers."""
+"""Biases by distance at the ends of int32, where ``i - j`` does not fit in int32, against Python's integers."""
 
 import chex
 import jax
@@ -88,7 +88,7 @@ def test_biases_at_the_ends_of_int32(name):
     np.testing.assert_allclose(*np.broadcast_arrays(found(spec), want()), rtol=3e-6, atol=3e-6)
 
 
-def test_a_distance_is_rounded_once_and_ordinary_ones_are_what_they_were():
+def test_distances_are_rounded_once_and_ordinary_ones_equal_int32_subtraction():
     rng = np.random.default_rng(0)
     for reach in (2**10, 2**24, 2**30):
         i, j = rng.integers(-reach, reach, (2, 257)).astype(np.int32)
@@ -106,7 +106,7 @@ def test_a_bucket_of_the_smallest_int32():
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_attention_over_all_of_int32(symmetric, implementation):
-    """A key 2^32 - 1 away does not count as the next one."""
+    """A key at a distance of 2^32 - 1 is not treated as the next one."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, HEADS, 4))
     given = {"q_positions": jnp.asarray(Q, jnp.int32), "kv_positions": jnp.asarray(K, jnp.int32)}
     mask = None if symmetric else Causal()

@@ -68,7 +68,7 @@ def test_sandwich_closed_form(variant, first, shift):
 
 
 def test_sandwich_numbers_at_the_default_size():
-    """The numerators of the fact sheet, at any shift of the positions: head 1 of 8 divides by 1."""
+    """Known numerators, at any shift of the positions: head 1 of 8 divides by 1."""
     far = np.asarray([0, 1, 10, 100, 1000], np.int32)
     tiles = jax.jit(lambda q: Sandwich().bind(num_heads=8).values(q, q[:1]))
     for shift in (0, 1_000_003, 2**31 - 1001):
@@ -260,7 +260,7 @@ def test_weighted_kerple_is_a_factor_and_an_offset():
     assert all(np.abs(g).min() > 0 for g in jax.tree.leaves(grads))
 
 
-def test_alibi_that_tells_left_from_right():
+def test_alibi_that_distinguishes_left_from_right():
     m = np.asarray(alibi_slopes(4))[:, None, None]
     offset = values(ALiBi(symmetric=True, direction="offset"))
     np.testing.assert_allclose(offset, m * (-abs(R) + 0.5 * (COLUMN < ROW)), rtol=1e-6)
@@ -278,7 +278,7 @@ def test_interpolated_alibi_is_alibi_of_positions_divided():
     chex.assert_trees_all_close(values(learned), values(ALiBi()) / 2)
 
 
-def test_every_spec_says_what_it_is_for():
+def test_every_spec_declares_its_properties():
     fits = (ALiBi(symmetric=True), T5(bidirectional=True), FoX(symmetric=True), FIRE(), Sandwich(), ScaleInvariant())
     assert all(spec.one_sided is None for spec in (*fits, Kerple()))
     assert [spec.one_sided for spec in (ALiBi(), FoX(), T5(), CoPE())] == ["symmetric=True"] * 2 + [
@@ -300,7 +300,7 @@ def test_every_spec_says_what_it_is_for():
 
 @pytest.mark.parametrize("spec", [ALiBi(), FIRE(), Sandwich(), ScaleInvariant(), Kerple("weighted-power")])
 def test_identical_tokens_get_identical_outputs(spec):
-    """Rows of a softmax sum to 1: a bias of the logits alone cannot tell positions of identical tokens."""
+    """Rows of a softmax sum to 1: a bias of the logits alone cannot distinguish identical tokens by position."""
 
     @jax.jit
     def run(params):
@@ -344,7 +344,7 @@ def test_mistakes_are_named(make, message):
 
 
 def bound_in(kind, params, log_gates):
-    """A bound bias of every kind from the arrays that it learns."""
+    """A bound bias of this kind from its learned arrays."""
     specs = {"fire": FIRE(), "scale": ScaleInvariant(), "kerple": Kerple("weighted-power")}
     if kind in specs:
         return specs[kind].bind(params, num_heads=4)

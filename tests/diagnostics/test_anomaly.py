@@ -1,4 +1,4 @@
-"""The rotary anomaly and slack CoCA's absolute share, against float64 loops and numbers of coca.md."""
+"""The rotary anomaly and slack CoCA's absolute share, against float64 loops and closed forms."""
 
 import chex
 import numpy as np
@@ -27,13 +27,13 @@ def by_hand(query, key, theta, sees):
         start = np.angle(z) % (2 * np.pi)
         rises = start > np.pi if m >= n else 0 < start < np.pi
         tau = (2 * np.pi - start if m >= n else start) / theta[t]
-        here = rises and abs(m - n) < tau
-        counts = {"pairs": 1, "strength": abs(z), "fraction": rises, "weighted": rises * abs(z), "in_zone": here}
-        counts |= {"in_zone_weighted": here * abs(z), "zone": rises * min(tau, length)}
+        in_zone = rises and abs(m - n) < tau
+        counts = {"pairs": 1, "strength": abs(z), "fraction": rises, "weighted": rises * abs(z), "in_zone": in_zone}
+        counts |= {"in_zone_weighted": in_zone * abs(z), "zone": rises * min(tau, length)}
         for name, value in counts.items():
             rows[name][h, t] += value
-    by = {"weighted": "strength", "in_zone_weighted": "strength", "zone": "fraction"}
-    return Anomaly(*(rows[name] / rows[by.get(name, "pairs")] for name in Anomaly._fields))
+    denominators = {"weighted": "strength", "in_zone_weighted": "strength", "zone": "fraction"}
+    return Anomaly(*(rows[name] / rows[denominators.get(name, "pairs")] for name in Anomaly._fields))
 
 
 def as_complex(x, pairing):
@@ -77,16 +77,16 @@ def test_the_score_rises_with_distance_exactly_inside_the_zone():
     assert slope[first_zone.sum()] < 0
     q, k = (np.broadcast_to(x, (1, length, 1, 2)).astype(np.float32) for x in (q, key))
     found = rotary_anomaly(q, k, np.array([theta]))
-    pairs = length - r  # how many pairs stand r apart
+    pairs = length - r  # number of pairs at distance r
     np.testing.assert_allclose(found.in_zone, pairs[first_zone].sum() / pairs.sum(), rtol=1e-6)
     np.testing.assert_allclose(found.zone, min(reach / theta, length), rtol=1e-5)
     assert found.fraction == 1
 
 
-def test_random_queries_and_keys_give_the_published_baselines():
-    """Half of the pairs; at d = 64 and 512 tokens a mean zone of 0.216 over all pairs; in 14 planes it may exceed them.
+def test_random_queries_and_keys_give_the_expected_baselines():
+    """Half of the pairs. At d = 64 and 512 tokens the mean zone is 0.216 of the length; in 14 planes it can be longer.
 
-    The literature has no numbers; at d = 128 and 2048 tokens it is 0.146, and 18 planes.
+    The literature has no numbers. At d = 128 and 2048 tokens they are 0.146 and 18 planes.
     """
     theta = 10_000.0 ** -(np.arange(32) / 32)
     angle = np.linspace(0, np.pi, 2001)[1:, None]
@@ -108,7 +108,7 @@ def test_planes_that_do_not_turn_have_no_anomaly():
 
 
 @pytest.mark.parametrize("variant", ["strict", "tied"])
-def test_coca_has_none_by_construction(variant):
+def test_strict_and_tied_coca_have_no_anomaly_by_construction(variant):
     width = 4 if variant == "tied" else 8
     found = coca_anomaly(draw(1, 7, 2, width), draw(1, 7, 1, 4, seed=1), Coca(variant, frequencies=PLAIN))
     assert not any(found[name].any() for name in range(5))
@@ -116,13 +116,13 @@ def test_coca_has_none_by_construction(variant):
 
 
 @pytest.mark.parametrize("variant", ["slack", "relative"])
-def test_slack_keeps_it_in_half_of_the_planes(variant):
+def test_slack_and_relative_coca_against_the_definition(variant):
     q, t = draw(2, 9, 2, 8), draw(2, 9, 2, 4, seed=1)
     found = coca_anomaly(q, t, Coca(variant, frequencies=PLAIN))
     x, y = q[..., :4].astype(np.float64), q[..., 4:].astype(np.float64)
     u, w = (x + y) / np.sqrt(2), (y - x) / np.sqrt(2)
     want = by_hand(u * (u + 1j * w), np.maximum(t, 0) + 0j, 100.0 ** -(np.arange(4) / 4), lambda m, n: m >= n)
-    # A key of zero has no angle: NumPy's is 0, and so is not counted either.
+    # A key of zero has no angle. NumPy gives 0, which is not counted as rising.
     chex.assert_trees_all_close(found, want, rtol=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_the_absolute_share_is_half_for_no_direction_none_for_tied_all_for_oppos
 
 
 def test_pooling_is_the_statistic_of_all_pairs():
-    """Heads as one head of as many rows."""
+    """Compares three heads of one row with one head of three rows."""
     q, k = draw(1, 8, 3, 4), draw(1, 8, 3, 4, seed=1)
     apart = pooled(rotary_anomaly(q, k, PLAIN), axis=-2)
     together = rotary_anomaly(*(np.moveaxis(x, 2, 0).reshape(3, 8, 1, 4) for x in (q, k)), PLAIN)

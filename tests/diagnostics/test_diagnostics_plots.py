@@ -1,4 +1,4 @@
-"""Plots: what is drawn is what was measured, axes have names and units, and a file comes out."""
+"""Plots show the measured data, name their axes with units, and can be saved to a file."""
 
 import io
 
@@ -40,7 +40,7 @@ def test_weights_of_heads_that_differ_and_of_heads_that_do_not():
     assert len(axes.get_lines()) == 8
     axes.figure.draw_without_rendering()
     legend, whole = (part.get_window_extent() for part in (axes.get_legend(), axes))
-    assert legend.x0 >= whole.x1, "eight names stand beside the lines"
+    assert legend.x0 >= whole.x1, "eight names are beside the lines"
     assert abs((legend.y0 + legend.y1) - (whole.y0 + whole.y1)) < 2
     np.testing.assert_allclose(axes.get_lines()[3].get_ydata(), alibi.weights[3], rtol=1e-6)
     check_drawn(axes, "distance (tokens)", "attention weight")
@@ -52,7 +52,7 @@ def test_weights_of_heads_that_differ_and_of_heads_that_do_not():
     check_drawn(plot_weights(alibi, logits=True), "distance (tokens)", "logit, relative to the highest")
 
 
-def test_the_heat_map_has_a_row_for_each_layer_and_parts_the_planes_that_do_not_turn():
+def test_the_heat_map_has_a_row_for_each_layer_and_separates_planes_that_complete_no_turn():
     found = Anomaly(*np.random.default_rng(0).random((6, 3, 8)))
     axes = plot_anomaly(found, statistic="zone", turns=np.array([9, 4, 2, 1, 0.9, 0.5, 0.2, 0.1]))
     np.testing.assert_array_equal(axes.collections[0].get_array().reshape(3, 8), found.zone)
@@ -64,7 +64,7 @@ def test_the_heat_map_has_a_row_for_each_layer_and_parts_the_planes_that_do_not_
         plot_anomaly(found, statistic="zones")
 
 
-def test_entropy_lies_under_its_bound_and_exactness_has_three_lines():
+def test_entropy_is_drawn_with_its_bound_and_exactness_has_three_lines():
     axes = plot_entropy(np.array([4, 16]), {"rope": np.array([1.0, 2.0])})
     np.testing.assert_allclose(axes.get_lines()[0].get_ydata(), np.log([4, 16]))
     check_drawn(axes, "visible keys", "entropy of attention (nats)")

@@ -42,7 +42,7 @@ def test_schemes_of_every_kind_give_a_distribution_over_the_keys_they_see(name, 
 
 
 def test_far_pairs_gates_and_rotated_values():
-    """ReRoPE is flat beyond its window; a gate of 1/2 halves every weight; values that turn do not hide theirs."""
+    """ReRoPE is flat beyond its window; a gate of 1/2 halves every weight; rotated values leave weights unchanged."""
     far = weights(pj.scheme("rerope", window=3), 9, **SMALL)
     np.testing.assert_allclose(far[:, :6], far[:, :1].repeat(6, 1), rtol=1e-5)
     assert far[0, 8] > far[0, 7] > far[0, 6]
@@ -54,7 +54,7 @@ def test_far_pairs_gates_and_rotated_values():
 
 @dataclasses.dataclass(frozen=True)
 class Widened(pj.Features):
-    """Values that grow with their position and the head size of the model, and outputs that shrink by them."""
+    """Multiplies values by a factor that grows with position and head size, and divides outputs by it."""
 
     def value(self, params, v, positions, *, head_dim, length=None):
         return v * (1 + head_dim * pj.positions.as_array(positions)[:, None, None])
@@ -69,7 +69,7 @@ def test_maps_of_values_know_the_head_size_of_the_model():
 
 
 def test_linear_attention():
-    """With rotation in the numerator alone: theta_t turns the share of the weight of each pair."""
+    """Rotation is in the numerator only: theta_t rotates the part of the weight that pair t gives."""
     q = np.array([[0.3, -0.2, 0.5, 1.0]], np.float32)
     found = weights(pj.scheme("linear-exp"), 5, q=q, k=q, head_dim=4)
     a, b = np.exp(q[0].astype(np.float64) - q.max()), np.exp(q[0].astype(np.float64))
@@ -109,7 +109,7 @@ def test_the_curve_of_alibi_is_its_bias():
 
 
 def test_the_curve_of_contents_of_ones_is_the_mean_score():
-    """A query of ones and keys of ones meet at sqrt(d) times mean_score."""
+    """The logit of a query of ones and a key of ones is sqrt(d) times mean_score."""
     distances = np.array([0, 1, 5, 20])
     found = weight_curve(pj.scheme("rope"), distances, num_heads=1, head_dim=32).logits[0]
     want = 32**0.5 * mean_score(pj.rotary.Plain(), distances, head_dim=32)
@@ -161,7 +161,7 @@ def test_entropy_against_float64_over_several_blocks():
 
 
 def test_entropy_grows_with_the_context_and_log_n_holds_it_back():
-    """Normal logits: log n - 1/2. With log n the slope is 1 - (log n / log L)^2 / 2 of it, from above and below."""
+    """For normal logits it is log n - 1/2. The scale log n / log L makes it larger below L and smaller above L."""
     lengths = np.array([64, 256, 1024])
     plain = entropy_curve(pj.scheme("nope"), lengths, draws=4, num_heads=4, head_dim=64)
     chex.assert_shape(plain, (4, 3))

@@ -13,10 +13,10 @@ def quadratic(
     scale = jnp.where(allowed, scale.swapaxes(1, 2)[:, :, None], -jnp.inf)
     highest = jax.lax.stop_gradient(jnp.nan_to_num(scale.max(-1, keepdims=True), neginf=0))
     factor = jnp.exp(scale - highest)
-    below = _scores(phi, psi, factor)
-    above = below if q_numerator is None else _scores(q_numerator, k_numerator, factor)
-    total = below.sum(-1, keepdims=True)
-    weights = jnp.where(total > 0, above / jnp.where(total > 0, total, 1), 0)
+    denominator = _scores(phi, psi, factor)
+    numerator = denominator if q_numerator is None else _scores(q_numerator, k_numerator, factor)
+    total = denominator.sum(-1, keepdims=True)
+    weights = jnp.where(total > 0, numerator / jnp.where(total > 0, total, 1), 0)
     return jnp.einsum("bhij,bjhv->bihv", weights, _repeated(v, phi.shape[2])).astype(v.dtype)
 
 

@@ -18,35 +18,36 @@ B, T, H, K, D, DV = 2, 19, 4, 2, 4, 3
 RNG = np.random.default_rng(0)
 Q, KEY = RNG.standard_normal((B, T, H, D), np.float32), 3 * RNG.standard_normal((B, T, K, D), np.float32)
 V = RNG.standard_normal((B, T, K, DV), np.float32)
-# Padding before, between and after documents, one that goes on behind padding, and ids that fall.
+# Padding before, between and after documents, a document that continues after padding, and decreasing ids.
 IDS = np.array([[0] * 6 + [1] * 6 + [-1] + [2] * 4 + [-1] * 2, [-1] * 2 + [5] * 4 + [-1] * 2 + [5] * 2 + [3] * 9])
 SAME = (IDS[:, :, None] == IDS[:, None, :]) & (IDS >= 0)[:, :, None]
 
 PLAIN = jax.device_get(linear.features(Elu(), Q, KEY))
-# Everything at once: a scale of the keys, and features of their own for the numerator.
+# All options at once: a scale of the keys, and separate features for the numerator.
 FULL = jax.device_get(
     linear.features(Exponential(), Q, KEY, rotate_q=lambda x: x[..., 1:] - 0.1, rotate_k=lambda x: x[..., 1:] + 1)
 )
 
 
 def oracle(mapped, v, allowed):
-    """One query at a time; log_scale as it is, unstabilised."""
+    """One query at a time; ``log_scale`` is used without stabilisation."""
     mapped = {name: None if x is None else np.asarray(x, np.float64) for name, x in mapped.items()}
     scale = np.ones((B, T, K)) if mapped["log_scale"] is None else np.exp(mapped["log_scale"])
-    above = [mapped[a] if mapped["q_numerator"] is None else mapped[b] for a, b in ABOVE]
+    numerator_features = [mapped[a] if mapped["q_numerator"] is None else mapped[b] for a, b in NUMERATOR_NAMES]
     out = np.zeros((B, T, H, DV))
     for b, i, h in np.ndindex(B, T, H):
         g, see = h // (H // K), allowed[b, i]
-        upper, lower = (
-            (psi[b, :, g] @ phi[b, i, h]) * scale[b, :, g] * see for phi, psi in (above, (mapped["phi"], mapped["psi"]))
+        numerator, denominator = (
+            (psi[b, :, g] @ phi[b, i, h]) * scale[b, :, g] * see
+            for phi, psi in (numerator_features, (mapped["phi"], mapped["psi"]))
         )
         if see.any():
-            out[b, i, h] = upper @ np.asarray(v, np.float64)[b, :, g] / lower.sum()
+            out[b, i, h] = numerator @ np.asarray(v, np.float64)[b, :, g] / denominator.sum()
     return out
 
 
 recurrent, by_four = (partial(linear.chunked, chunk_size=size) for size in (1, 4))
-ABOVE = (("phi", "q_numerator"), ("psi", "k_numerator"))
+NUMERATOR_NAMES = (("phi", "q_numerator"), ("psi", "k_numerator"))
 FORMS = {
     "quadratic": lambda v, ids, mapped: quadratic(v=v, segment_ids=ids, **mapped),
     "chunked": lambda v, ids, mapped: linear.chunked(v=v, segment_ids=ids, chunk_size=5, **mapped)[0],
@@ -91,12 +92,12 @@ def test_features_alone_without_segments(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_sees_nothing_gives_zero_and_moves_nothing(form):
+def test_what_sees_nothing_gives_zero_and_has_zero_gradients(form):
     ids = IDS.copy()
     ids[1] = -1
-    out, moved = gradients(form, FULL, V, ids)
-    chex.assert_tree_all_finite(moved)
-    for array in (out, *jax.tree.leaves(moved)):
+    out, slopes = gradients(form, FULL, V, ids)
+    chex.assert_tree_all_finite(slopes)
+    for array in (out, *jax.tree.leaves(slopes)):
         np.testing.assert_array_equal(np.asarray(array)[ids < 0], 0)
         assert np.abs(np.asarray(array)[ids >= 0]).max() > 1e-3
 
@@ -114,7 +115,7 @@ def test_packed_documents_equal_separate_ones(form):
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def in_two(cut, first, second, mapped, v, ids):
-    """A row cut in two, the state handed over."""
+    """A row cut in two; the second part starts from the state of the first."""
 
     def run(form, part, state):
         named = jax.tree.map(part, mapped)
@@ -147,7 +148,7 @@ def whole(v, ids, mapped):
     return linear.chunked(v=v, segment_ids=ids, chunk_size=7, **mapped)
 
 
-def test_tokens_without_ids_go_on_with_the_document_of_the_state():
+def test_tokens_without_ids_continue_the_document_of_the_state():
     """Right padding in a prefill, then decoding."""
     cut = 10
     ids = np.zeros((B, 1), np.int32) + np.where((np.arange(T) < cut - 3) | (np.arange(T) >= cut), 4, -1)
@@ -173,7 +174,7 @@ def test_an_empty_state_is_no_state():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_huge_keys_neither_overflow_nor_reach_back(form):
-    """exp(k) of 400 does not fit in float32; queries before it and other documents are as if it were not there."""
+    """exp(400) overflows float32. Queries before this key and in other documents give the same as without it."""
     ids = np.where(np.arange(T) < 15, 0, 1) + np.zeros((B, 1), np.int32)
     rotations = {"rotate_q": lambda x: x[..., 1:], "rotate_k": lambda x: x[..., 1:]}
     large = KEY.copy()
@@ -225,7 +226,7 @@ def test_queries_of_another_sequence():
 
 
 def planned_bytes(length):
-    """What the compiler sets aside for a gradient, beside arguments and results."""
+    """Temporary memory in the compiler's plan for a gradient."""
     shapes = [jax.ShapeDtypeStruct((1, length, 2, size), jnp.float32) for size in (8, 8, 8)]
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
 

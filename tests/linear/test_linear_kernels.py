@@ -33,7 +33,7 @@ def favor(x):
     return np.exp(x @ W.T - (x * x).sum(-1, keepdims=True) / 2) / math.sqrt(len(W))
 
 
-# The weight of a pair of vectors [..., d], with no feature wherever there is a formula without one.
+# The weight of a pair of vectors [..., d], by a formula without features where there is one.
 WEIGHTS = {
     Elu(): lambda q, k: (elu(q) * elu(k)).sum(-1),
     Exponential(): lambda q, k: (np.exp(q) * np.exp(k)).sum(-1) / np.exp(q).sum(-1),
@@ -87,7 +87,7 @@ def test_elu_stays_positive_where_one_plus_expm1_rounds_to_zero():
 
 
 def test_elu_has_slope_one_at_any_large_input():
-    """exp(100) is infinite in float32, and infinity times the zero of the branch not taken is no number."""
+    """exp(100) is infinite in float32, and infinity times the zero of the other branch is NaN."""
     slope = jax.grad(lambda x: Elu().query({}, x).sum())
     np.testing.assert_allclose(slope(jnp.asarray([-2.0, 0.5, 100.0, 1e30])), [math.exp(-2), 1, 1, 1], rtol=1e-6)
 
@@ -99,10 +99,11 @@ def test_elu_has_slope_one_at_any_large_input():
 def test_numbers_of_article_5_at_an_inner_product_of_1_7(order, taylor, limit):
     with jax.enable_x64(True):
         found = jax.jit(lambda z: [f(z, order) for f in (taylor_features, limit_features)])
-        for x, y, want in zip(found(np.array([1.0])), found(np.array([1.7])), (taylor, limit), strict=True):
-            np.testing.assert_allclose(np.asarray(x) @ np.asarray(y), want, atol=5e-5)
-    if order == 8:
-        np.testing.assert_allclose(taylor, 5.473555, atol=5e-7)
+        pairs = zip(found(np.array([1.0])), found(np.array([1.7])), strict=True)
+        products = [np.asarray(x) @ np.asarray(y) for x, y in pairs]
+    np.testing.assert_allclose(products, (taylor, limit), rtol=0, atol=5e-5)
+    if order >= 8:  # the article gives six decimals
+        np.testing.assert_allclose(products[0], taylor, rtol=0, atol=5e-7)
 
 
 def test_sizes_of_the_expansions_and_the_sign_of_odd_ones():
@@ -135,7 +136,7 @@ def test_expansions_tend_to_softmax_attention():
 def test_performer_is_the_released_formula(eps, tolerance):
     """google-research's performer/fast_attention/jax, non-causal, in float64, with its one maximum over all keys.
 
-    What eps adds differs, for it is relative to other maxima.
+    The effect of eps differs, because here it is relative to other maxima.
     """
     x, y = (np.asarray(a, np.float64) / D**0.25 for a in (Q / 2, np.repeat(KEY / 2, H // K, axis=2)))
 
@@ -213,16 +214,16 @@ def turned(x, shift=0):
     return np.concatenate([a * c - b * s, a * s + b * c], -1)
 
 
-def test_rope_stands_in_the_numerator_alone_after_an_elementwise_map():
+def test_rope_is_only_in_the_numerator_after_an_elementwise_map():
     q, k, v = (np.asarray(x, np.float64) for x in (Q, np.repeat(KEY, H // K, 2), np.repeat(V, H // K, 2)))
-    above = np.einsum("bihm,bjhm->bhij", turned(elu(q)), turned(elu(k)))
-    below = np.einsum("bihm,bjhm->bhi", elu(q), elu(k))
-    assert (above < 0).any()
-    want = np.einsum("bhij,bjhv->bihv", above / below[..., None], v)
+    numerator = np.einsum("bihm,bjhm->bhij", turned(elu(q)), turned(elu(k)))
+    denominator = np.einsum("bihm,bjhm->bhi", elu(q), elu(k))
+    assert (numerator < 0).any()
+    want = np.einsum("bhij,bjhv->bihv", numerator / denominator[..., None], v)
     np.testing.assert_allclose(over_all(rotated(Elu())), want, atol=1e-5)
 
 
-def test_rope_stands_on_both_sides_of_a_function_of_the_inner_product():
+def test_rope_is_in_numerator_and_denominator_for_a_function_of_the_inner_product():
     q, k, v = (np.asarray(x, np.float64) for x in (Q, np.repeat(KEY, H // K, 2), np.repeat(V, H // K, 2)))
     cosine = np.einsum("bihm,bjhm->bhij", *(turned(x / np.linalg.norm(x, axis=-1, keepdims=True)) for x in (q, k)))
     want = np.einsum("bhij,bjhv->bihv", (1 + cosine) / (1 + cosine).sum(-1, keepdims=True), v)
@@ -261,7 +262,7 @@ def test_what_cannot_work_is_refused(make, message):
         make()
 
 
-def test_specs_are_hashable_and_say_what_they_are():
+def test_specs_are_hashable_and_declare_their_properties():
     assert hash(Performer(8)) == hash(Performer(8)) != hash(Performer(9))
     assert [kernel.of_inner_product for kernel in WEIGHTS] == [False, False, True, True, True, True, True]
     assert [kernel.random for kernel in WEIGHTS] == [False] * 6 + [True]

@@ -39,8 +39,8 @@ def test_materialised_mask_is_its_definition(name):
 
 
 def test_dilation_of_one_is_a_window():
-    there = positions.Range(0, N)
-    one, window = (masks.materialise(mask, there, there) for mask in (Dilated(5, 1), Window(5)))
+    tokens = positions.Range(0, N)
+    one, window = (masks.materialise(mask, tokens, tokens) for mask in (Dilated(5, 1), Window(5)))
     np.testing.assert_array_equal(one, window)
 
 
@@ -103,9 +103,9 @@ def test_other_refusals():
 
 
 @pytest.mark.parametrize("make", [lambda: Segments(jnp.asarray(IDS)), lambda: Globals(jnp.asarray(FLAGS))])
-def test_masks_of_tokens_are_taken_apart(make):
-    mask, there = make(), positions.Range(0, N)
-    whole = masks.materialise(mask, there, there)
+def test_masks_of_tokens_can_be_sliced_and_padded(make):
+    mask, tokens = make(), positions.Range(0, N)
+    whole = masks.materialise(mask, tokens, tokens)
     part = jax.jit(lambda mask: narrowed(mask, queries=(4, 8), keys=(3, 5), batch=(1, 1)))(mask)
     got = masks.materialise(part, positions.Range(4, 8), positions.Range(3, 5))
     np.testing.assert_array_equal(got, whole[1:, :, 4:12, 3:8])
@@ -137,7 +137,7 @@ def test_a_mask_composes_with_masks_and_arrays_only(other, found):
 
 @pytest.mark.parametrize("make", [np.ones, jnp.ones])
 def test_a_mask_composes_with_boolean_arrays_only(make):
-    """The array that says what may be seen in numbers is told how to say it."""
+    """For an array of numbers, the error says how to convert it."""
     for pair in ((Causal(), make((N, N))), (make((N, N)), Causal())):
         with pytest.raises(ValueError, match=r"mask must be boolean, .*convert it with mask != 0"):
             operator.and_(*pair)
@@ -177,8 +177,8 @@ BOTH_WAYS = ["window", "odd band", "even band"]
 def test_counts_of_visible_keys_are_the_rows_of_the_mask(name, causal):
     mask, want = CASES[name]
     allowed = np.broadcast_to(want & (COLUMN <= ROW) if causal else want, (N, N))
-    there = jnp.arange(N)
-    got = mask.visible(there + 1 if causal else jnp.full(N, N), there, causal)
+    tokens = jnp.arange(N)
+    got = mask.visible(tokens + 1 if causal else jnp.full(N, N), tokens, causal)
     inner = slice(None) if causal else slice(4, -4)
     np.testing.assert_array_equal(got[inner], allowed.sum(-1)[inner])
 
@@ -189,11 +189,11 @@ def test_counts_of_what_a_mask_hides():
 
 
 def test_counts_of_global_tokens_and_dilated_heads():
-    there = jnp.arange(N)
-    np.testing.assert_array_equal(GlobalFirst(3).visible(jnp.full(N, N), there, False), [N] * 3 + [3] * (N - 3))
+    tokens = jnp.arange(N)
+    np.testing.assert_array_equal(GlobalFirst(3).visible(jnp.full(N, N), tokens, False), [N] * 3 + [3] * (N - 3))
     mask, want = CASES["dilated heads"]
     counts = (want & (COLUMN <= ROW)).sum(-1)[0]
-    np.testing.assert_array_equal(mask.visible(there + 1, there, True), counts[0])
+    np.testing.assert_array_equal(mask.visible(tokens + 1, tokens, True), counts[0])
     np.testing.assert_array_equal(counts[:, 15:], 4)
 
 
@@ -220,7 +220,7 @@ PACKED = np.array([[0] * 9 + [1] * 15, [0] * 3 + [4] * 11 + [7] * 10])
     ],
 )
 def test_mask_functions_of_transformers(name, arguments, mask):
-    """Functions of indices; posjax reads positions, which start behind the padding. A window has both ends there."""
+    """They read indices; posjax reads positions, which start after the padding. Their window includes both ends."""
     torch = pytest.importorskip("torch")
     functions = pytest.importorskip("transformers.masking_utils")
     made = getattr(functions, name)
@@ -228,8 +228,8 @@ def test_mask_functions_of_transformers(name, arguments, mask):
         made = made(*(torch.tensor(each) if isinstance(each, np.ndarray) else each for each in arguments))
     indices = (torch.arange(2)[:, None, None, None], 0, torch.arange(N)[:, None], torch.arange(N))
     wanted = np.broadcast_to(made(*indices).numpy(), (2, 1, N, N))
-    there = jnp.arange(N) - (PADDING[:, None] if "chunked" in name else 0)
-    found = np.broadcast_to(masks.materialise(mask, there, there), (2, 1, N, N))
+    tokens = jnp.arange(N) - (PADDING[:, None] if "chunked" in name else 0)
+    found = np.broadcast_to(masks.materialise(mask, tokens, tokens), (2, 1, N, N))
     real = IDS >= 0 if "padding_mask" in name else np.ones((2, N), bool)
     for row in range(2):
         np.testing.assert_array_equal(found[row, 0][real[row]], wanted[row, 0][real[row]])
@@ -239,7 +239,7 @@ def test_first_keys_are_all_that_a_mask_of_the_first_positions_retains():
     assert (FirstTokens(3).kept_keys, GlobalFirst(5).kept_keys, Prefix(4).kept_keys) == ((3, 0), (5, 0), None)
 
 
-def test_a_mask_hides_keys_ahead_where_one_part_of_all_does_or_each_of_any():
+def test_and_hides_keys_ahead_if_one_part_does_and_or_if_all_parts_do():
     near = Window(4)
     causal = [Causal(), Causal() & near, near & Causal(), (near & Causal()) & near, Causal() | (near & Causal())]
     assert all(masks.hides_ahead(mask) for mask in causal)

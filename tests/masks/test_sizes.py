@@ -57,7 +57,7 @@ def test_a_traced_size_is_the_size(name):
 @pytest.mark.parametrize("size", [0, -3])
 @pytest.mark.parametrize("name", OF_A_SIZE)
 def test_a_traced_size_that_is_too_small_counts_as_the_least(name, size):
-    """As a known one it is refused. A count of first tokens may be 0, as in a layer without sinks."""
+    """If it is known, it is refused. A count of first tokens may be 0, as in a layer without sinks."""
     make, row = OF_A_SIZE[name], jnp.arange(N)
     got = jax.jit(lambda n: materialise(make(n), row, row))(jnp.int32(size))
     if name in ("sinks", "global first", "prefix"):
@@ -84,7 +84,7 @@ def test_a_python_int_stays_structure_and_an_array_becomes_a_leaf():
 
 
 def test_what_two_masks_retain():
-    """Both: the one that keeps fewer tokens. Either: the larger of each number, and all where one keeps all."""
+    """``&`` retains what its smaller part does. ``|`` retains the larger of each number, or all if one part does."""
     assert (Window(9) & Window(5)).kept_keys == (Window(5) & Window(9)).kept_keys == (0, 5)
     assert (Window(9) & Causal()).kept_keys == (0, 9)
     assert (FirstTokens(2) | Window(5)).kept_keys == (2, 5)
@@ -157,7 +157,7 @@ def test_distances_beyond_int32_do_not_wrap(name):
 
 
 @pytest.mark.parametrize("name", FAR_APART)
-def test_tiles_are_judged_safely_at_any_distance(name):
+def test_tiles_are_classified_safely_at_any_distance(name):
     mask, want = FAR_APART[name]
     low, high = PLACES[:-1].astype(np.int32), PLACES[1:].astype(np.int32)
     bounds = masks.BlockBounds(low, high, 2)

@@ -1,4 +1,4 @@
-"""The kind that a mask gives a tile, against the tile of the mask written out."""
+"""The kind that a mask gives every tile, against the materialised tile."""
 
 import chex
 import jax
@@ -14,7 +14,7 @@ from posjax.masks import Causal, Dilated, Window
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("block", [(4, 6), (8, 3), (1, 1)])
-def test_tiles_never_lie(name, block):
+def test_tiles_are_never_misclassified(name, block):
     mask, want = CASES[name]
     check_kinds(mask, want, block)
 
@@ -33,7 +33,7 @@ def check_kinds(mask, want, block):
 
 
 ARRAYS = [np.random.default_rng(0).random(shape) < 0.5 for shape in [(N, N), (2, 1, 1, N), (1, 3, N, 1)]]
-# Of masks that differ between heads those with three of them.
+# Masks that differ between heads must have three heads.
 PARTS = sorted(set(CASES) - {"longformer"})
 
 
@@ -52,26 +52,26 @@ def composed(draw, depth: int) -> tuple:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_tiles_of_composed_masks_never_lie(seed):
+def test_tiles_of_composed_masks_are_never_misclassified(seed):
     mask, want = composed(np.random.default_rng(seed), 3)
-    there = positions.Range(0, N)
-    got = masks.materialise(mask, there, there)
+    tokens = positions.Range(0, N)
+    got = masks.materialise(mask, tokens, tokens)
     np.testing.assert_array_equal(*np.broadcast_arrays(got, want))
     for block in [(4, 6), (8, 3)]:
         check_kinds(mask, want, block)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mask_turned_round_says_the_opposite(name):
+def test_an_inverted_mask_allows_the_opposite(name):
     mask, _ = CASES[name]
-    there = positions.Range(0, N)
-    np.testing.assert_array_equal(masks.materialise(~mask, there, there), ~masks.materialise(mask, there, there))
-    kinds, turned = (np.asarray(tile_kinds(each, there, there, 4, 3)) for each in (mask, ~mask))
-    np.testing.assert_array_equal(turned, FULL - kinds)
+    tokens = positions.Range(0, N)
+    np.testing.assert_array_equal(masks.materialise(~mask, tokens, tokens), ~masks.materialise(mask, tokens, tokens))
+    kinds, inverted = (np.asarray(tile_kinds(each, tokens, tokens, 4, 3)) for each in (mask, ~mask))
+    np.testing.assert_array_equal(inverted, FULL - kinds)
 
 
 @pytest.mark.parametrize("shape", [(N, N), (2, 1, 1, N), (1, 3, N, 1), (2, 3, N, N)])
-def test_tiles_of_an_array_are_told_exactly(shape):
+def test_tiles_of_an_array_are_classified_exactly(shape):
     array = np.random.default_rng(0).random(shape) < 0.9
     kinds = tile_kinds(masks.as_mask(jnp.asarray(array)), positions.Range(0, N), positions.Range(0, N), 4, 3)
     tiles = np.broadcast_to(array, (*shape[:-2], N, N)).reshape(*shape[:-2], N // 4, 4, N // 3, 3).swapaxes(-3, -2)

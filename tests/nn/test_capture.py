@@ -1,4 +1,4 @@
-"""What the attention of every layer is given, against what the model gives it when it runs."""
+"""The captured queries and keys of every layer are those that the running model gives to attention."""
 
 import chex
 import jax

@@ -36,8 +36,8 @@ from posjax.nn import Decoder
 from posjax.positions import Range, from_mask
 
 SHIFT = 1_000_003
-# Performer's random features are not learned, CLEX multiplies "up" by "down", which starts at zero, and the last bias
-# of FIRE's network is the same for all keys of a row.
+# Their first gradient is zero: Performer's random features are not learned, CLEX multiplies "up" by "down", which
+# starts at zero, and the last bias of FIRE's network is the same for all keys of a row.
 WITHOUT_A_FIRST_GRADIENT = ("'projection'", "'features']['up'", "'bias']['b2'")
 NOT_SHIFT_INVARIANT = {
     "sinusoidal",
@@ -117,7 +117,7 @@ def test_packed_documents_equal_separate_ones(settings):
     ids=lambda value: None if isinstance(value, bool) else f"{type(value.bias).__name__}, {value.mask}",
 )
 def test_positions_of_packed_documents_may_be_left_out(scheme, in_row):
-    """They are those of the row for a bias, unless a mask or a bias reads the positions in a document."""
+    """A bias then counts positions in the row, unless a mask or a bias needs the positions in a document."""
     a, b, c = documents()
     tokens, positions, segments = layout([a, b], [c], [])
     settings = config(scheme)
@@ -137,7 +137,7 @@ def test_left_padding_changes_nothing_for_real_tokens(settings):
     assert_same(gradients, wanted_gradients)
 
 
-def test_shift_of_all_positions_changes_what_the_scheme_says(settings):
+def test_shifting_all_positions_changes_logits_unless_the_scheme_is_shift_invariant(settings):
     tokens, positions, segments = separate()
     logits, _ = run(settings, (tokens, positions, segments))
     shifted, _ = run(settings, (tokens, positions + SHIFT, segments))
@@ -155,7 +155,7 @@ def test_no_token_looks_ahead(settings):
     changed = tokens.at[2, 9].set((tokens[2, 9] + 1) % VOCAB)
     after, _ = run(settings, (changed, positions, segments))
     np.testing.assert_array_equal(after[2, :9], logits[2, :9])
-    # Chunks of six tokens in every layer: nothing leaves them.
+    # With chunks of six tokens in every layer, a change stays inside its chunk.
     end = 12 if isinstance(getattr(settings.scheme, "mask", None), masks.Chunked) else LENGTH
     assert (np.abs(after[2, 9:end] - logits[2, 9:end]).max(-1) > 1e-5).all()
 
@@ -250,7 +250,7 @@ def test_dynamic_ntk_takes_a_length_for_every_packed_document():
     assert_same(gradients, wanted_gradients)
 
 
-def test_with_scheme_is_over_the_same_parameters():
+def test_with_scheme_keeps_the_parameters():
     slack = config(preset("coca-slack"))
     model = nnx.merge(*made(slack))
     strict = model.with_scheme(preset("coca-strict"))
@@ -269,8 +269,8 @@ def test_with_scheme_refuses_other_parameters(name):
 
 
 def test_with_scheme_also_works_with_layers():
-    local, whole = pj.scheme("rope", mask=masks.Window(3)), preset("rope")
-    layers = pj.Layers((((local, whole), 1),))
+    local, full = pj.scheme("rope", mask=masks.Window(3)), preset("rope")
+    layers = pj.Layers((((local, full), 1),))
     model = nnx.merge(*made(config(layers)))
     plain = logits_of(model, separate()[0])
     longer = layers.extend(frequencies=rotary.Linear(2.0))

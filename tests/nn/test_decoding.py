@@ -1,4 +1,4 @@
-"""Decoding with a cache is the full forward pass, for every preset, whatever parts and paddings the rows come in."""
+"""Decoding with a cache equals the full forward pass, for every preset and for any parts and padding of the rows."""
 
 import functools
 
@@ -28,11 +28,11 @@ from posjax.nn import Decoder
 
 COLUMNS = 20
 PARTS = {"fives": ((4, 5),), "ones": ((20, 1),), "fives and ones": ((3, 5), (5, 1))}
-"""How 20 columns are decoded: so many parts of so many columns each."""
+"""How 20 columns are decoded: pairs of a number of parts and the columns of each."""
 
 
 def padded_rows():
-    """The three documents in rows of 20 columns: padded on the left, on the right, and here and there."""
+    """The three documents in rows of 20 columns, with padding on the left, on the right, and in several places."""
     tokens = np.random.default_rng(9).integers(0, VOCAB, (3, COLUMNS), np.int32)
     valid = np.zeros((3, COLUMNS), bool)
     where = (np.arange(10, 20), np.arange(6), np.setdiff1d(np.arange(20), [0, 7, 13, 15]))
@@ -42,7 +42,7 @@ def padded_rows():
 
 
 def decode_parts(model, cache, lengths, number, *columns):
-    """Logits of columns that are decoded in so many equal parts at the lengths, a program for one part; the cache."""
+    """Decodes columns in ``number`` equal parts, each at its length, by one program; returns logits and cache."""
 
     def step(cache, part):
         length, tokens, valid = part
@@ -56,7 +56,7 @@ def decode_parts(model, cache, lengths, number, *columns):
 
 @functools.cache
 def program(graph, parts):
-    """``run(parameters, rows, lengths, separate rows)``: rows in parts, tokens seen, and the full forward pass."""
+    """``run(parameters, rows, lengths, separate rows)`` -> logits by parts, tokens per row, and full forward logits."""
 
     def run(state, rows, lengths, whole):
         model = nnx.merge(graph, state)
@@ -74,7 +74,7 @@ def program(graph, parts):
 
 
 def decoded(settings, parts, lengths=None):
-    """Logits of every valid token, document by document, decoded part by part; those of the full forward pass."""
+    """Logits of every document's valid tokens: decoded part by part, and from the full forward pass."""
     graph, state = made(settings)
     lengths = np.full(sum(number for number, _ in PARTS[parts]), LENGTH) if lengths is None else lengths
     rows = padded_rows()
@@ -126,14 +126,14 @@ LENGTH_READERS = {
 }
 
 
-# Dynamic YaRN and dynamic linear scaling say the length to the same place as dynamic NTK.
+# Dynamic YaRN and dynamic linear scaling use the length in the same code as dynamic NTK.
 ALIKE = ("dynamic yarn", "dynamic linear")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.wide) if name in ALIKE else name for name in LENGTH_READERS]
 )
-def test_a_length_that_is_frozen_is_the_full_forward_pass_and_one_that_grows_is_not(name):
+def test_a_frozen_length_gives_the_full_forward_pass_and_a_growing_length_does_not(name):
     settings = config(LENGTH_READERS[name])
     frozen, full = decoded(settings, "fives")
     assert_is_full_forward(frozen, full)
@@ -225,11 +225,11 @@ def test_positions_and_coordinates_of_new_tokens():
     np.testing.assert_allclose(found, full, atol=1e-4)
 
 
-def test_what_is_refused():
+def test_bad_calls_are_refused():
     one, three = np.zeros((2, 1), np.int32), np.zeros((2, 3), np.int32)
 
     def decode(settings, tokens, **options):
-        """Shapes are enough to see what cannot be."""
+        """Computes shapes only, which is enough for the errors."""
 
         def run():
             model = Decoder(settings, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""A mixture of experts against every token's experts one by one in float64, on meshes, decoded, in FLOPs."""
+"""A mixture of experts against a float64 loop over tokens, on meshes and in decoding; and its FLOPs."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def shapes(module, config=CONFIG):
 
 
 def random_parameters(module, config=CONFIG):
-    """Biases that are not zero and a router that prefers some experts; gains are around one."""
+    """Random parameters: biases are not zero, gains are around one, and the router prefers some experts."""
     draw = np.random.default_rng(1)
 
     def random(path, leaf):
@@ -60,8 +60,8 @@ def gradients_of(graph):
 
 
 @pytest.fixture(scope="module")
-def alone(parameters):
-    """What one device computes."""
+def one_device(parameters):
+    """The loss, the logits and the gradients on one device."""
     return jax.device_get(gradients_of(shapes(Decoder)[0])(parameters, TOKENS))
 
 
@@ -91,7 +91,7 @@ def clamped(gate, up):
 
 
 def by_token(p, x):
-    """Every token by itself: its two likeliest experts, weighted by the softmax over the two."""
+    """For each token, its two likeliest experts, weighted by the softmax over the two."""
     out = np.zeros_like(x)
     for place in np.ndindex(x.shape[:2]):
         logits = x[place] @ p["router"] + p["router_bias"]
@@ -122,7 +122,7 @@ def test_all_tokens_may_want_the_same_expert():
     np.testing.assert_allclose(mlp(x), wanted, atol=1e-5)
 
 
-def test_decoding_is_the_forward_pass(parameters, alone):
+def test_decoding_is_the_forward_pass(parameters, one_device):
     graph, _ = shapes(Decoder)
 
     @jax.jit
@@ -133,20 +133,20 @@ def test_decoding_is_the_forward_pass(parameters, alone):
         return jax.lax.scan(lambda cache, part: model.decode(part, cache, length=8)[::-1], cache, parts)[1]
 
     found = np.asarray(decode(parameters)).swapaxes(0, 1).reshape(4, 8, 40)
-    chex.assert_trees_all_close(found, alone[0][1], atol=1e-5)
+    chex.assert_trees_all_close(found, one_device[0][1], atol=1e-5)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_meshes_give_the_numbers_of_one_device(parameters, alone, remat):
+def test_meshes_give_the_numbers_of_one_device(parameters, one_device, remat):
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     config = dataclasses.replace(CONFIG, placement=Placement(batch=("data", "fsdp"), heads="tensor"), remat=remat)
     with jax.set_mesh(mesh):
         found = jax.device_get(gradients_of(shapes(Decoder, config)[0])(parameters, TOKENS))
-    chex.assert_trees_all_close(found, alone, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(found, one_device, rtol=1e-4, atol=1e-6)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[1]))
 
 
-def test_an_odd_number_of_tokens_is_shared_by_rows():
+def test_an_odd_number_of_tokens_is_sharded_by_rows():
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     config = dataclasses.replace(CONFIG, placement=Placement(batch=("data",), heads="tensor"))
     graph, state = shapes(ExpertsMLP, config)
@@ -156,8 +156,8 @@ def test_an_odd_number_of_tokens_is_shared_by_rows():
 
 
 @pytest.mark.parametrize(("entered", "shared"), [("replica", True), ("data", False)])
-def test_a_mesh_that_is_entered_along_one_axis_is_shared_along_the_others(entered, shared):
-    """Not where that axis is one of the placement's, whose rows are the device's own then."""
+def test_inside_a_shard_map_over_another_axis_the_placement_still_shards(entered, shared):
+    """If the outer shard_map is over an axis of the placement, rows are local already and nothing more is sharded."""
     mesh = jax.make_mesh((2, 2), ("replica", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     config = dataclasses.replace(CONFIG, placement=Placement(batch=("data",)))
     graph, state = shapes(Decoder, config)
@@ -173,14 +173,14 @@ def test_a_mesh_that_is_entered_along_one_axis_is_shared_along_the_others(entere
     assert program.count("shard_map[") == (4 if shared else 1), "of the test, the lookup, attention and experts"
 
 
-def test_explicit_axes(parameters, alone):
+def test_explicit_axes(parameters, one_device):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     graph, _ = shapes(Decoder)
     tokens = jax.device_put(TOKENS, jax.NamedSharding(mesh, jax.P("data")))
     state = jax.device_put(parameters, jax.NamedSharding(mesh, jax.P()))
     with jax.set_mesh(mesh):
         found = jax.jit(lambda s, t: nnx.merge(graph, s)(t))(state, tokens)
-    np.testing.assert_allclose(found, alone[0][1], atol=1e-5)
+    np.testing.assert_allclose(found, one_device[0][1], atol=1e-5)
 
 
 def test_flops_are_those_of_the_experts_that_a_token_takes():
@@ -191,6 +191,6 @@ def test_flops_are_those_of_the_experts_that_a_token_takes():
     ("experts", "message"),
     [((0, 1), r"experts\.count must be positive"), ((2, 3), r"experts\.per_token must be at most experts\.count")],
 )
-def test_numbers_that_cannot_be(experts, message):
+def test_invalid_numbers_are_refused(experts, message):
     with pytest.raises(ValueError, match=message):
         Experts(*experts)

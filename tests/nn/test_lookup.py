@@ -1,4 +1,4 @@
-"""Rows of a table on meshes: every device looks up its own tokens, and sums reach every row in float32."""
+"""Lookup in a table on meshes: every device looks up its own tokens, and gradients are summed in float32."""
 
 import re
 from functools import partial
@@ -19,7 +19,7 @@ BATCH = ("data", "fsdp")
 ROWS, LENGTH, VOCABULARY, WIDTH = 8, 16, 64, 32
 SHAPES = [(1, 8, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2), (1, 1, 1, 8)]
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, LENGTH))
-# Numbers that bfloat16 holds.
+# bfloat16 represents these numbers exactly.
 WEIGHTS = np.random.default_rng(1).integers(-16, 16, (ROWS, LENGTH, WIDTH)).astype(np.float32) / 8
 
 
@@ -28,7 +28,7 @@ def table_of(dtype, vocabulary: int = VOCABULARY):
 
 
 def program(shape, dtype, vocabulary: int = VOCABULARY):
-    """Rows and the gradient of a weighted sum of them, compiled for a mesh, with its arguments."""
+    """A program compiled for a mesh, and its arguments; it gives the rows, and the gradient of their weighted sum."""
     mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4)
     placement = Placement(BATCH, "context", "tensor")
     split = "tensor" if vocabulary % shape[3] == 0 else None
@@ -52,15 +52,15 @@ def test_rows_and_sums_are_those_of_numpy(shape, vocabulary, dtype):
     tokens = np.minimum(TOKENS, vocabulary - 1)
     chex.assert_trees_all_equal(np.asarray(found), table[tokens])
     sums = np.zeros((vocabulary, WIDTH))
-    there = vocabulary > TOKENS  # JAX drops the gradient of tokens beyond the end
-    np.add.at(sums, TOKENS[there], WEIGHTS[there])
+    inside = vocabulary > TOKENS  # JAX drops the gradient of tokens beyond the end
+    np.add.at(sums, TOKENS[inside], WEIGHTS[inside])
     assert gradient.dtype == dtype
     chex.assert_trees_all_close(np.float64(gradient), sums, rtol=2e-6 if dtype == jnp.float32 else 4e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_device_looks_up_the_tokens_of_others(shape):
-    """Of a table whose width is split the compiler by itself would gather all tokens on every device."""
+    """For a table that is split along its width, the compiler alone would gather all tokens on every device."""
     text = program(shape, jnp.bfloat16)[0].as_text()
     own = TOKENS.size // np.prod(shape[:3])
     found = re.findall(r"= \w+\[([\d,]+)\]\S* gather\(", text)
@@ -70,8 +70,8 @@ def test_no_device_looks_up_the_tokens_of_others(shape):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_ids_outside_are_not_noticed(dtype):
-    """As one device reads them: negative ones count from the end, those outside have the nearest row, not its sum."""
+def test_ids_outside_the_table_are_read_as_on_one_device(dtype):
+    """Negative ids count from the end. Ids outside read the nearest row, but do not count in its gradient."""
     table = jnp.asarray(table_of(dtype))
     outside = [-1, -VOCABULARY, VOCABULARY, 1000, -VOCABULARY - 1, -VOCABULARY - 40, -1000, 3]
     tokens = jnp.tile(jnp.array([outside]), (ROWS, LENGTH // 8))
@@ -92,7 +92,7 @@ def test_ids_outside_are_not_noticed(dtype):
 @pytest.mark.parametrize("lies", [(P(), P()), (P("tensor"), P(None, "context")), (P(None, "tensor"), P("context"))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rows_and_sums_on_explicit_axes_are_those_of_one_device(types, lies, dtype):
-    """However table and tokens lie before."""
+    """For any sharding of the table and the tokens before the lookup."""
     mesh = jax.make_mesh((1, 2, 2, 2), AXES, axis_types=types)
 
     def looked_up(table, tokens, placement=None):

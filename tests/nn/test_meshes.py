@@ -1,4 +1,4 @@
-"""Decoders on meshes with Explicit and Auto axes, without a placement: what one device computes."""
+"""Decoders on meshes with Explicit and Auto axes give the logits and gradients of one device."""
 
 import dataclasses
 from functools import cache
@@ -23,10 +23,10 @@ SPLITS = {
     "tensor": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"},
     "both": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "data"},
 }
-"""Which axis of the mesh the logical axes of parameters lie along; rows always lie along "data"."""
+"""The mesh axis of each logical axis of the parameters; rows are always split over "data"."""
 MIXED = "t5 in a window, fox, linear-elu"
 """A decoder of three layers, each of another kind of scheme."""
-# Explicit axes with every way to split, Auto ones with the hardest; each kind of scheme once.
+# Explicit axes with every split, Auto axes with the hardest split; each kind of scheme once.
 CASES = [
     ("rope", "explicit", "fsdp"),
     ("rope", "mixed", "tensor"),
@@ -55,7 +55,7 @@ def rows():
 
 
 def settings(name):
-    """Of a preset, or of layers with a preset each."""
+    """The config of a preset, or of ``MIXED``: three layers with a preset each."""
     if name != MIXED:
         return decoders.config(decoders.preset(name))
     t5, *others = map(decoders.preset, ("t5", "fox", "linear-elu"))
@@ -74,26 +74,26 @@ def placed(name, kind, split):
 
 @cache
 def program(name):
-    """``run(parameters, tokens, positions, segments)`` -> gradients and logits; the loss suits any split of logits."""
+    """``run(parameters, tokens, positions, segments)`` -> gradients and logits; logits may have any sharding."""
     graph, _ = decoders.made(settings(name))
 
     def loss(state, tokens, positions, segments):
         logits = nnx.merge(graph, state)(tokens, positions=positions, segment_ids=segments, length=decoders.LENGTH)
         label = jax.nn.one_hot(tokens * 7 % decoders.VOCAB, decoders.VOCAB)
-        taken = jax.nn.logsumexp(logits, axis=-1) - (logits * label).sum(-1)
-        return jnp.where(segments >= 0, taken, 0.0).sum(), logits
+        losses = jax.nn.logsumexp(logits, axis=-1) - (logits * label).sum(-1)
+        return jnp.where(segments >= 0, losses, 0.0).sum(), logits
 
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
 @cache
-def alone(name):
+def on_one_device(name):
     return jax.device_get(program(name)(decoders.made(settings(name))[1], *rows()))
 
 
 @cache
-def logits_alone(name):
-    """Of the tokens of the rows as one document each, by the same program."""
+def logits_on_one_device(name):
+    """Logits on one device, by the same program. Each row is one document."""
     tokens = rows()[0]
     positions = np.broadcast_to(np.arange(decoders.LENGTH, dtype=np.int32), tokens.shape)
     return np.asarray(program(name)(decoders.made(settings(name))[1], tokens, positions, np.zeros_like(tokens))[1])
@@ -109,20 +109,20 @@ def test_a_step_over_any_mesh(name, kind, split):
         found = program(name)(placed(name, kind, split), *batch)
     if kind == "explicit":
         assert found[1].sharding.spec[0] == "data"
-    meshes.same(found, alone(name), tolerance=5e-5)
+    meshes.same(found, on_one_device(name), tolerance=5e-5)
 
 
 @pytest.mark.parametrize("spec", [P("data"), P()])
 def test_a_placement_on_explicit_axes(spec):
-    """It says how activations lie, whatever the types of the tokens say."""
+    """The placement decides how activations are sharded, for any sharding of the tokens."""
     split = Placement(batch=("data",), context="tensor")
     config = dataclasses.replace(settings("rope"), placement=split)
-    other = nnx.graphdef(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
+    placed_graph = nnx.graphdef(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
     mesh = meshes.mesh("explicit")
     with jax.set_mesh(mesh):
-        run = jax.jit(lambda state, tokens: nnx.merge(other, state)(tokens))
+        run = jax.jit(lambda state, tokens: nnx.merge(placed_graph, state)(tokens))
         found = run(placed("rope", "explicit", "data"), meshes.put(mesh, rows()[0], spec))
-    meshes.same(found, logits_alone("rope"), tolerance=5e-5)
+    meshes.same(found, logits_on_one_device("rope"), tolerance=5e-5)
 
 
 def decode(graph, state, tokens):
@@ -159,11 +159,11 @@ def test_decoding_over_any_mesh(name, kind, split):
         first, rest = run(placed(name, kind, split), meshes.put(mesh, rows()[0], P("data", None)))
     chex.assert_shape([first, rest], [(2, 4, 5, decoders.VOCAB), (3, 4, decoders.VOCAB)])
     found = np.concatenate([*np.asarray(first), np.asarray(rest).swapaxes(0, 1)], axis=1)
-    meshes.same(found, logits_alone(name)[:, :13], tolerance=5e-5)
+    meshes.same(found, logits_on_one_device(name)[:, :13], tolerance=5e-5)
 
 
-def test_a_cache_lies_as_it_did():
-    """So that decoding can be the body of a loop."""
+def test_a_cache_keeps_its_sharding():
+    """Otherwise decoding could not be the body of a loop."""
     mesh, (graph, _) = meshes.mesh("explicit"), decoders.made(settings("rope"))
     tokens = meshes.put(mesh, np.zeros((4, 1), np.int32), P("data", None))
     with jax.set_mesh(mesh):
@@ -181,7 +181,7 @@ def test_a_cache_lies_as_it_did():
         chex.assert_shape(run(placed("rope", "explicit", "tensor"), tokens), (3, 4, 1, decoders.VOCAB))
 
 
-def test_queries_of_a_new_token_lie_by_rows_and_heads():
+def test_queries_of_a_new_token_are_sharded_by_rows_and_heads():
     mesh, (graph, _) = meshes.mesh("explicit"), decoders.made(settings("rope"))
     with jax.set_mesh(mesh):
         layers = nnx.merge(graph, placed("rope", "explicit", "tensor")).stacks[0][0].attention
@@ -199,12 +199,12 @@ def test_a_module_alone(module):
     state = jax.tree.map(lambda leaf: draw.normal(0, 0.2, leaf.shape).astype(np.float32), shapes)
     x = draw.normal(size=(4, 8, 32)).astype(np.float32)
     run = jax.jit(lambda state, x: nnx.merge(graph, state)(x, *_context(module, x)))
-    state_there = jax.tree.map(lambda leaf: meshes.put(mesh, leaf, P()), state)
-    meshes.same(run(state_there, meshes.put(mesh, x, P("data", None, None))), run(state, x))
+    replicated = jax.tree.map(lambda leaf: meshes.put(mesh, leaf, P()), state)
+    meshes.same(run(replicated, meshes.put(mesh, x, P("data", None, None))), run(state, x))
 
 
 def _context(module, x):
     if module is nn.Attention:
         return ()
-    counted = np.arange(1, x.shape[1] + 1)
-    return (nn.modules.LayerInputs(positions=None, mask=None, visible=counted, length=x.shape[1], shared={}),)
+    visible = np.arange(1, x.shape[1] + 1)
+    return (nn.modules.LayerInputs(positions=None, mask=None, visible=visible, length=x.shape[1], shared={}),)

@@ -1,4 +1,4 @@
-"""Projections to heads and back, of few tokens and of many, of narrow heads and of those that fill lanes."""
+"""Projections to heads and back: few and many tokens, narrow heads and heads that fill TPU lanes."""
 
 import jax
 import numpy as np
@@ -25,8 +25,8 @@ def test_projections_are_products_over_features(tokens, size):
 
 
 @pytest.mark.parametrize(("tokens", "size", "one"), [(EMBED - 1, 128, False), (EMBED, 128, True), (EMBED, 64, False)])
-def test_of_many_tokens_and_whole_lanes_it_is_one_matrix_product(tokens, size, one):
-    """Of a few, to put the weight in order would take longer than to multiply."""
+def test_many_tokens_and_heads_that_fill_lanes_use_one_matrix_product(tokens, size, one):
+    """With few tokens, copying the weight to another layout takes longer than the product."""
     x, into, out = values(tokens, EMBED), values(EMBED, HEADS, size), values(HEADS, size, EMBED)
     for project, arguments in ((to_heads, (x, into)), (from_heads, (values(tokens, HEADS, size), out))):
         assert ("optimization_barrier" in jax.jit(project).lower(*arguments).as_text()) == one

@@ -1,4 +1,4 @@
-"""Decoders on meshes: whatever the mesh, the layout and the scheme, the loss and gradients of one device."""
+"""Decoders on meshes give the loss and gradients of one device, for any mesh, layout and scheme."""
 
 import dataclasses
 import re
@@ -39,7 +39,7 @@ MESHES = {
     "neighbour or ring": ((1, 8, 1), Placement(("data",), "context", None, ("neighbour", "ring"), Layout("zigzag", 8))),
     "auto": ((2, 2, 2), Placement(("data",), "context", "tensor", "auto", Layout("zigzag", 2))),
 }
-# Every mesh with one scheme or with two, a layer each; the grid of all is that of `posjax.attention.sharded`.
+# Every mesh with one scheme, or with two in two layers. The tests of `posjax.attention.sharded` have the full grid.
 PAIRS = [
     ("rope", "gathered, zigzag"),
     ("rope", "ulysses"),
@@ -52,7 +52,7 @@ WIDE = [*((name, "auto") for name in CASES), ("rope", "ring, zigzag"), ("t5", "r
 
 
 def scheme_of(name: str) -> pj.Scheme | pj.Layers:
-    """That of a case, or of two cases with a layer each."""
+    """The scheme of a case, or of two cases with a layer each."""
     if ", " in name:
         return pj.Layers(((tuple(map(scheme_of, name.split(", "))), 1),))
     return pj.scheme("rope", scale={"name": "ssmax"}) if name == "ssmax" else pj.scheme(name, **CASES[name])
@@ -72,7 +72,7 @@ def split(name: str, placement: Placement) -> tuple:
 
 @cache
 def parameters(name: str):
-    """Random ones in NumPy, so on no mesh; gains are around one."""
+    """Random NumPy arrays, so they are on no mesh; gains are around one."""
     draw = np.random.default_rng(1)
 
     def random(path, leaf):
@@ -90,7 +90,7 @@ def batch():
 
 
 def loss_of(name: str, placement: Placement, tokens, ids):
-    """The loss of parameters; every token counts by a weight of its own, so that none can take another's place."""
+    """The loss as a function of parameters. Every token has its own weight, so swapped tokens change the loss."""
     graph, layout = split(name, placement)[0], placement.layout
     weights = np.linspace(1, 2, LENGTH, dtype=np.float32)
 
@@ -102,13 +102,13 @@ def loss_of(name: str, placement: Placement, tokens, ids):
     return loss
 
 
-def gradients(name: str, *where):
+def gradients(name: str, *arguments):
     """The loss and its gradients."""
-    return jax.device_get(jax.jit(jax.value_and_grad(loss_of(name, *where)))(parameters(name)))
+    return jax.device_get(jax.jit(jax.value_and_grad(loss_of(name, *arguments)))(parameters(name)))
 
 
 @pytest.fixture(scope="module")
-def alone(batch):
+def on_one_device(batch):
     """Loss and gradients of a scheme on one device."""
     return cache(lambda name: gradients(name, Placement(), *batch))
 
@@ -121,17 +121,17 @@ def device_mesh(*sizes: int) -> Mesh:
 @pytest.mark.parametrize(
     ("name", "mesh"), PAIRS + [pytest.param(*pair, marks=pytest.mark.wide) for pair in WIDE if pair not in PAIRS]
 )
-def test_a_mesh_changes_nothing(name, mesh, batch, alone):
+def test_a_mesh_changes_nothing(name, mesh, batch, on_one_device):
     sizes, placement = MESHES[mesh]
     with jax.set_mesh(device_mesh(*sizes)):
         found = gradients(name, placement, *batch)
-    expected = alone(name)
+    expected = on_one_device(name)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     chex.assert_trees_all_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
 def collectives(name: str, placement: Placement, tokens) -> set[tuple[str, int]]:
-    """The kinds of collectives over eight shards, each with the tokens of its keys that a device has afterwards."""
+    """The collectives over eight shards: the kind, and how many tokens of keys a device has after it."""
     graph, shapes = split(name, placement)
     with jax.set_mesh(device_mesh(1, 8, 1)):
         program = jax.jit(lambda state: nnx.merge(graph, state).hidden(tokens)).lower(shapes).compile()
@@ -145,17 +145,17 @@ def collectives(name: str, placement: Placement, tokens) -> set[tuple[str, int]]
         (("neighbour", "ring"), {("collective-permute", 2), ("collective-permute", 4)}),
         (("neighbour", "ulysses", "all-gather"), {("collective-permute", 2), ("all-gather", LENGTH)}),
         (("ring", "neighbour"), {("collective-permute", 4)}),
-        # Four heads are too few for Ulysses, and so few keys are gathered.
+        # Four heads are too few for Ulysses; with so few keys, gathering them is chosen.
         ("auto", {("collective-permute", 2), ("all-gather", LENGTH)}),
     ],
 )
 def test_every_layer_takes_the_first_strategy_that_splits_it(strategy, sent, batch):
-    """Over 8 shards of 4 tokens, a window of 3 needs 2 tokens of the neighbour's; a ring moves all 4."""
+    """Over 8 shards of 4 tokens, a window of 3 needs 2 tokens of the neighbour; a ring moves all 4."""
     assert collectives("hwfa", Placement(context="context", strategy=strategy), batch[0]) == sent
 
 
-def test_without_a_mesh_a_layout_is_an_order_of_tokens(batch, alone):
-    """A row that lies in the places of four shards, all of them here."""
+def test_without_a_mesh_a_layout_is_an_order_of_tokens(batch, on_one_device):
+    """The row is in the order of four shards, all on one device."""
     placement = Placement(layout=Layout("zigzag", 4))
     found = jax.jit(loss_of("t5, fox", placement, *batch))(parameters("t5, fox"))
-    np.testing.assert_allclose(found, alone("t5, fox")[0], rtol=1e-5)
+    np.testing.assert_allclose(found, on_one_device("t5, fox")[0], rtol=1e-5)

@@ -1,7 +1,7 @@
 """The layer recipes against tiny models of Hugging Face: the attention of every layer, with random weights.
 
-Each model runs as a whole, so masks, rotary tables and layer types are its own; hooks take what its attentions read and
-give. Sequences are longer than every window and chunk.
+Each model runs as a whole, so masks, rotary tables and layer types are its own. Hooks record the inputs and outputs of
+its attention modules. Sequences are longer than every window and chunk.
 """
 
 import jax
@@ -41,7 +41,7 @@ def plain(base):
     return {"rope_type": "default", "rope_theta": base}
 
 
-# Name: (model, number of layers, its configuration with the released numbers but for windows, the preset's options).
+# Name: (model, number of layers, configuration as released except for windows, options of the preset).
 MODELS = {
     "qwen3": ("Qwen3", 2, {"rope_parameters": plain(1e6)}, {}),
     "gemma3": (
@@ -92,7 +92,7 @@ MODELS = {
     ),
 }
 
-# Models that are no preset but a scheme of this library's slots, one for each layer in turn.
+# Models without a preset: schemes built from this library's slots, one for each layer.
 COMPOSED = {
     "gemma2": (
         "Gemma2",
@@ -137,7 +137,7 @@ COMPOSED = {
 
 
 def attentions(kind, layers, options):
-    """Every layer's attention module of a random model, with the hidden states it read and what it gave."""
+    """Every layer's attention module of a random model, with its input and its output."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**(SIZES | {"num_hidden_layers": layers} | options))
     model = getattr(transformers, f"{kind}Model")(config).eval()
@@ -162,7 +162,7 @@ def learned(module, gemma):
     """A module's gains and sinks, in the form of ``Scheme.init``."""
     found = {}
     if hasattr(module, "q_norm"):
-        # Gemma's gains are 1 + weight, and its logits have a scale of their own, which the queries' gain takes.
+        # Gemma's gains are 1 + weight. The gain of the queries also includes Gemma's own scale of the logits.
         found["norm"] = {name: getattr(module, f"{name}_norm").weight.detach().numpy() + gemma for name in "qk"}
         found["norm"]["q"] *= module.scaling * SIZE**0.5
     if hasattr(module, "sinks"):
@@ -171,7 +171,7 @@ def learned(module, gemma):
 
 
 def ours(scheme, module, x, params, interleaved=False, **options):
-    """The same attention: the module's projections around the scheme."""
+    """The scheme's attention between the module's own projections."""
     q, k, v = (linear(getattr(module, f"{name}_proj"), x).reshape(*x.shape[:2], -1, SIZE) for name in "qkv")
     if interleaved:
         q, k = (permute_projection(each, "interleaved", "half") for each in (q, k))
@@ -186,9 +186,9 @@ def attend(scheme, q, k, v, params, softcap=None):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layer_attends_as_in_hugging_face(name):
-    kind, layers, options, given = MODELS[name]
+    kind, layers, options, preset_options = MODELS[name]
     preset = name.split()[0]
-    recipe = pj.scheme(preset, **given, **({} if preset == "qwen3" else {"num_layers": layers}))
+    recipe = pj.scheme(preset, **preset_options, **({} if preset == "qwen3" else {"num_layers": layers}))
     theirs = attentions(kind, layers, options)
     for scheme, (module, x, wanted) in zip(uniform(recipe, layers).schemes, theirs, strict=True):
         params = learned(module, gemma=kind == "Gemma3Text")
@@ -196,7 +196,7 @@ def test_every_layer_attends_as_in_hugging_face(name):
         assert jax.tree.map(jnp.shape, params) == shapes
         assert scheme.norm is None or scheme.norm.eps == module.config.rms_norm_eps
         assert np.abs(wanted).max() > 0.1
-        # Command A's models pair neighbours, which is another order of the same channels.
+        # Command A's models pair neighbouring channels: the same channels in another order.
         found = ours(scheme, module, x, params, interleaved=kind == "Cohere2")
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
@@ -225,19 +225,19 @@ def test_layers_of_the_released_depths(name, kind, depths):
         config = getattr(transformers, f"{kind}Config")(num_hidden_layers=depth)
         schemes = pj.scheme(name, num_layers=depth).schemes
         assert [scheme.mask is None for scheme in schemes] == [each == "full_attention" for each in config.layer_types]
-        turned = getattr(config, "no_rope_layers", [each != "full_attention" for each in config.layer_types])
-        everywhere = name in ("gemma3", "gpt-oss")
-        assert [scheme.rotates for scheme in schemes] == [everywhere or bool(each) for each in turned]
+        rotated = getattr(config, "no_rope_layers", [each != "full_attention" for each in config.layer_types])
+        all_rotate = name in ("gemma3", "gpt-oss")
+        assert [scheme.rotates for scheme in schemes] == [all_rotate or bool(each) for each in rotated]
 
 
 def test_defaults_of_the_released_configurations():
     oss, llama4 = transformers.GptOssConfig(), transformers.Llama4TextConfig()
-    local, whole = pj.scheme("gpt-oss", num_layers=2).schemes
+    local, full = pj.scheme("gpt-oss", num_layers=2).schemes
     assert local.mask.size == oss.sliding_window
     rule = local.features.frequencies
-    assert rule == whole.features.frequencies
+    assert rule == full.features.frequencies
     assert rule.to_hf() == oss.rope_parameters
-    *local, whole = pj.scheme("llama4", num_layers=4).schemes
+    *local, full = pj.scheme("llama4", num_layers=4).schemes
     assert {each.mask.size for each in local} == {llama4.attention_chunk_size}
-    assert (whole.scale.floor_scale, whole.scale.attn_scale) == (llama4.floor_scale, llama4.attn_scale)
+    assert (full.scale.floor_scale, full.scale.attn_scale) == (llama4.floor_scale, llama4.attn_scale)
     assert local[0].features.frequencies.base == llama4.rope_parameters["rope_theta"]

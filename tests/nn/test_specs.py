@@ -28,7 +28,7 @@ ROPE = pj.scheme("rope")
 LOCAL = pj.scheme("rope", mask=masks.Window(3))
 LAYER = Norm("layer", 0.05, bias=True)
 
-# Every value of every option at least once, and options that meet in one place together.
+# Every value of every option at least once. Options that act at the same place are combined.
 CASES = {
     "before": {
         "norm": Norm(eps=0.05),
@@ -86,7 +86,7 @@ CASES = {
         "embedding_norm": True,
         "num_layers": 3,
     },
-    # The first layer alone, then the rest of the first pattern, then the other one.
+    # The first layer is a stack of its own, before the rest of the first pattern and the second pattern.
     "no first, layers": {
         "residual": Residual("both", first_norm=False),
         "scheme": pj.Layers((((LOCAL, ROPE), 2), ((LOCAL,), 1))),
@@ -103,7 +103,7 @@ def config(**options):
 
 @functools.cache
 def made(name):
-    """Config, graph and parameters: all of them random, gains and biases too."""
+    """Config, graph and parameters. All parameters are random, also gains and biases."""
     settings = config(**CASES[name])
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0))))
     draw = np.random.default_rng(1)
@@ -210,7 +210,7 @@ def mlp(x, p, c):
 
 
 def norms_of(c, first):
-    """The norms of a layer, by its residual; ``first`` is that of the first layer."""
+    """The names of a layer's norms; ``first`` is true for the first layer."""
     before = {"attention_norm", "mlp_norm"} if c.residual.norm != "after" else set()
     after = {"attention_after", "mlp_after"} if c.residual.norm != "before" else set()
     absent = {"mlp_norm"} if c.residual.shared_norm else set()
@@ -233,7 +233,7 @@ def block(x, p, c, scheme, first):
 
 
 def layers_of(p, c):
-    """For every layer its scheme, its parameters and what its block reads; at last nothing, and what they all give."""
+    """For every layer its scheme, its parameters and its input; at the end ``None``, ``None`` and the last output."""
     x = p["embed"][TOKENS] * c.embedding_scale
     x = norm(x, p["embedding_norm"], c.norm) if c.embedding_norm else x
     first = True
@@ -288,14 +288,14 @@ def test_logits_are_those_of_numpy(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_has_a_gradient(name):
-    """In every layer, and for most of its numbers: ReLU and tokens that are not there leave some out."""
+    """In every layer, and for most elements. ReLU and tokens that do not occur leave some gradients zero."""
     for path, leaf in jax.tree.leaves_with_path(found(name)[1]):
         assert np.isfinite(leaf).all(), path
         layers = leaf.reshape(len(leaf) if "stacks" in jax.tree_util.keystr(path) else 1, -1)
         assert ((layers != 0).mean(-1) > 0.4).all(), path
 
 
-# A step of decoding takes norms, MLPs and biases from the code of the forward pass: each is here once.
+# Decoding shares the code of norms, MLPs and biases with the forward pass: each is covered once here.
 DECODED = ("before", "after", "parallel, both", "shared, both", "no first, layers")
 
 
@@ -323,7 +323,7 @@ def test_decoding_is_the_full_forward_pass(name):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        # With dots, and full in a scan, other layers are measured in test_stack.py.
+        # test_stack.py tests "dots", and "full" in a scan, with other layers.
         pytest.param("after", {"remat": "dots", "scan_layers": False}, marks=pytest.mark.wide),
         ("both", {"remat": "offload"}),
         pytest.param("shared, both", {"remat": "attention", "scan_layers": False}, marks=pytest.mark.wide),
@@ -342,7 +342,7 @@ def test_scan_and_remat_change_nothing(name, changes):
 
 @pytest.mark.parametrize("name", ["before", "after"])
 def test_parameters_and_activations_in_bfloat16(name):
-    """As a released model is read when its dtype is kept. 8 bits of mantissa; the logits are of order one."""
+    """As when a released model is read in its own dtype. bfloat16 has 8 bits of mantissa; logits are of order one."""
     settings, _, state = made(name)
     narrow = dataclasses.replace(settings, compute_dtype="bfloat16")
     graph = nnx.split(nnx.eval_shape(lambda: Decoder(narrow, rngs=nnx.Rngs(0))))[0]
@@ -412,11 +412,11 @@ def _both(graph, state):
     return nnx.to_pure_dict(state), logical_axes(nnx.merge(graph, state))
 
 
-# --- what looks into a model ------------------------------------------------------------------------------------------
+# --- capturing and measuring ------------------------------------------------------------------------------------------
 
 
 def read_by_attention(name):
-    """For every layer its scheme, and the queries and keys of what its attention reads, not rotated yet."""
+    """For every layer its scheme, and its queries and keys before rotation."""
     settings, _, state = made(name)
     *layers, _ = layers_of(float64(state), settings)
     for scheme, p, x in layers:
@@ -436,8 +436,8 @@ def test_captured_queries_and_keys_are_those_of_numpy(name):
 
 
 @pytest.mark.parametrize("name", ["before", "after", "both"])
-def test_measured_entropies_are_of_the_weights_of_the_model(name):
-    """With the scale of queries and the soft cap of the config."""
+def test_measured_entropies_are_those_of_the_attention_weights(name):
+    """They include the query scale and the soft cap of the config."""
     settings, graph, state = made(name)
     queries = np.array([3, LENGTH - 1])
     measured = measure(nnx.merge(graph, state), TOKENS, queries=queries)
@@ -458,7 +458,7 @@ def test_measured_entropies_are_of_the_weights_of_the_model(name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_hidden_units_of_large_numbers(name):
-    """Far beyond those that random models have."""
+    """Far larger than the hidden units of random models."""
     gate, up = np.random.default_rng(0).normal(0, 9, (2, 200))
     parts = [gate, up] if ACTIVATIONS[name].gated else [up]
     got = ACTIVATIONS[name].hidden(*(jnp.asarray(part, jnp.float32) for part in parts))
@@ -466,8 +466,8 @@ def test_hidden_units_of_large_numbers(name):
 
 
 @pytest.mark.parametrize("spec", [Norm(), Norm(eps=0.5, unit_offset=True), Norm("layer"), LAYER], ids=str)
-def test_a_norm_starts_as_the_identity_of_normed_numbers(spec):
-    """Its gain multiplies by 1 and its bias adds 0, with an offset too."""
+def test_the_gain_and_the_bias_of_a_norm_start_without_effect(spec):
+    """The gain multiplies by 1 and the bias adds 0, also with a unit offset."""
     x = np.random.default_rng(0).normal(2, 3, (3, WIDTH))
     module = (RMSNorm if spec.kind == "rms" else LayerNorm)(WIDTH, spec=spec)
     got = module(jnp.asarray(x, jnp.float32))
@@ -476,7 +476,7 @@ def test_a_norm_starts_as_the_identity_of_normed_numbers(spec):
     chex.assert_type(module(jnp.asarray(x, jnp.bfloat16)), jnp.bfloat16)
 
 
-def test_parameters_start_where_they_change_nothing():
+def test_biases_start_at_zero_and_gains_at_one():
     settings = config(norm=LAYER, biases=BIASES, residual=Residual("both"), projection_norm=False, embedding_norm=True)
     start = nnx.to_pure_dict(nnx.state(nnx.jit(lambda: Decoder(settings, rngs=nnx.Rngs(0)))()))
     for path, leaf in jax.tree.leaves_with_path(start):
@@ -522,6 +522,6 @@ def test_parameters_start_where_they_change_nothing():
         ),
     ],
 )
-def test_bad_values_are_refused_by_the_name_of_the_field(make, words):
+def test_the_error_for_a_bad_value_names_the_field(make, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         make()

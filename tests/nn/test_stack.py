@@ -18,7 +18,7 @@ from posjax.nn import Decoder, DecoderConfig, logical_axes
 
 
 def forward(settings, state=None, rows=None):
-    """Logits of the rows of documents, with other parameters than the decoder's own when they are given."""
+    """Logits of the rows of documents. ``state`` replaces the decoder's own parameters."""
     graph, own = made(settings)
 
     @jax.jit
@@ -29,7 +29,7 @@ def forward(settings, state=None, rows=None):
 
 
 def with_numbers(settings, numbers):
-    """The decoder's parameters, with these numbers in the same tree."""
+    """These numbers in the tree structure of the decoder's parameters."""
     _, state = made(settings)
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(numbers))
 
@@ -42,7 +42,7 @@ PATTERNS = pj.Layers((((dataclasses.replace(T5, mask=masks.Window(3)),), 2), ((T
 
 @pytest.mark.parametrize(
     ("scan", "remat"),
-    # Offloading in a scan, and keeping attention without one, are measured in test_specs.py.
+    # test_specs.py tests offloading in a scan, and keeping attention without a scan.
     [
         (True, "full"),
         (False, "dots"),
@@ -59,7 +59,7 @@ def test_scan_and_remat_change_nothing(scan, remat):
     assert_same(run(other, separate()), run(plain, separate()), 1e-5)
 
 
-def recomputing(remat):
+def logits_and_state(remat):
     graph, state = made(config(preset("rope"), remat=remat, scan_layers=False, implementation="blockwise"))
     tokens = jnp.zeros((1, LENGTH), jnp.int32)
     return lambda state: nnx.merge(graph, state)(tokens), state
@@ -67,7 +67,7 @@ def recomputing(remat):
 
 def test_remat_recomputes():
     def saved(remat):
-        logits, state = recomputing(remat)
+        logits, state = logits_and_state(remat)
         _, residuals = jax.eval_shape(lambda state: jax.vjp(logits, state), state)
         return sum(leaf.size for leaf in jax.tree.leaves(residuals))
 
@@ -76,7 +76,7 @@ def test_remat_recomputes():
 
 def test_remat_runs_attention_again_only_when_asked():
     def loops(remat):
-        logits, state = recomputing(remat)
+        logits, state = logits_and_state(remat)
         gradient = jax.jit(jax.grad(lambda state: logits(state).sum()))
         return gradient.lower(state).as_text().count("stablehlo.while")
 
@@ -115,8 +115,8 @@ def numpy_block(x, p, kind):
 
 
 def test_pattern_and_remainder_are_the_schemes_layer_by_layer():
-    local, whole = pj.scheme("rope", mask=masks.Window(3)), pj.scheme("alibi")
-    layers = pj.Layers((((local, whole), 2), ((local,), 1)))
+    local, full = pj.scheme("rope", mask=masks.Window(3)), pj.scheme("alibi")
+    layers = pj.Layers((((local, full), 2), ((local,), 1)))
     settings = config(layers, num_layers=5, activation="gelu", tied_head=False)
     logits, tokens = forward(settings), np.asarray(separate()[0])
 
@@ -247,7 +247,7 @@ def test_sharded_parameters_give_the_same_logits():
     def place(leaf, names):
         axes = []
         for name in names:
-            # A mesh axis divides one axis of an array.
+            # A mesh axis can shard only one axis of an array.
             axes.append(None if rules.get(name) in axes else rules.get(name))
         return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
 

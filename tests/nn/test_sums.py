@@ -1,7 +1,7 @@
-"""Gradients are sums over rows, tokens and heads: with bfloat16 numbers, the sums are still float32.
+"""Gradients are summed over rows, tokens and heads in float32, also for bfloat16 parameters.
 
-Rows that are equal give equal parts, bit for bit, so 512 of them must give 512 times the gradient of one. Summed in
-bfloat16, equal parts stop counting at 256.
+Equal rows give equal terms, bit for bit, so 512 rows must give 512 times the gradient of one. A sum of equal terms in
+bfloat16 stops growing at 256 terms.
 """
 
 import chex
@@ -34,7 +34,7 @@ SEVERAL = pj.Layers(
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation():
-    """Not here: at XLA's level 0 the gradient of KERPLE's log1p is NaN, and the rows make it slow to run."""
+    """Turns quick compilation off: at XLA's level 0 KERPLE's log1p has a NaN gradient, and many rows run slowly."""
 
 
 def small(scheme, implementation=None):
@@ -44,12 +44,12 @@ def small(scheme, implementation=None):
     return config(scheme, compute_dtype="bfloat16", implementation=implementation, **sizes)
 
 
-def narrow(state):
+def as_bfloat16(state):
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), state)
 
 
 def gradients_of(graph):
-    """A function of parameters and weights of equal rows. Every row has positions of its own, so it is summed alone."""
+    """Gradients as a function of parameters and row weights. Positions are given per row, so every row adds a term."""
     tokens = np.tile(np.random.default_rng(0).integers(0, VOCAB, LENGTH, np.int32), (ROWS, 1))
     positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
 
@@ -65,10 +65,10 @@ def assert_sums_count_every_row(scheme, implementation=None):
     graph, state = made(small(scheme, implementation))
     first, all_rows = np.eye(1, ROWS, dtype=np.float32)[0], np.ones(ROWS, np.float32)
     gradients = jax.jit(gradients_of(graph))
-    one, every = gradients(narrow(state), first), gradients(narrow(state), all_rows)
+    one, every = gradients(as_bfloat16(state), first), gradients(as_bfloat16(state), all_rows)
     for (path, part), (_, whole) in zip(*map(jax.tree_util.tree_leaves_with_path, (one, every)), strict=True):
         wanted, found = np.asarray(part, np.float64) * ROWS, np.asarray(whole, np.float64)
-        # Each is rounded to bfloat16, to 2^-9 of itself.
+        # Both gradients are rounded to bfloat16, each by up to 2^-9 of its size.
         error = np.linalg.norm(found - wanted)
         assert error <= 4e-3 * np.linalg.norm(wanted), (path, error / np.linalg.norm(wanted))
 
@@ -90,7 +90,7 @@ def test_gradients_of_narrow_parameters_count_every_row_in_every_preset(name, im
 
 @pytest.mark.parametrize("name", COVERING)
 def test_no_preset_sums_in_bfloat16(name):
-    """The program itself, for CPUs may sum wider than they are told."""
+    """Reads the program itself, because a CPU may sum in a wider dtype than the program says."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(small(scheme_of(name)), rngs=nnx.Rngs(0))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state)
     program = jax.make_jaxpr(gradients_of(graph))(shapes, np.ones(ROWS, np.float32))
@@ -100,7 +100,7 @@ def test_no_preset_sums_in_bfloat16(name):
 
 
 def equations(program):
-    """The equations of a program and of those inside it."""
+    """The equations of a program and of the programs inside it."""
     for equation in program.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):

@@ -29,7 +29,7 @@ def test_largest_context(base, head_dim, context):
     [(1000, None, 4206.02), (1024, 4300, 4293.44), (2048, 11600, 11587.24), (4096, 26960, 26952.34)],
 )
 def test_smallest_base(length, grid, exact):
-    """A grid of 20 finds the grid's own first feasible number at or above the exact one."""
+    """On a grid with steps of 20, the first feasible base is at or above the exact one."""
     found = smallest_base(length, 128)
     np.testing.assert_allclose(found, exact, atol=0.006)
     assert grid is None or grid - 20 < found <= grid
@@ -39,7 +39,7 @@ def test_smallest_base(length, grid, exact):
 
 
 def test_no_smaller_base_is_feasible():
-    """Bases drawn closely below the answer, all of them infeasible; a larger one that is infeasible again."""
+    """All bases of a fine grid below the answer are infeasible. Some larger bases are infeasible again."""
     found = smallest_base(256, 64)
     below = found * (1 - np.geomspace(1e-7, 0.999, 2000))
     assert all((sums(base, 64, 256) < 0).any() for base in below[below > 1])
@@ -49,7 +49,7 @@ def test_no_smaller_base_is_feasible():
     assert not feasible.all()
 
 
-def test_stretches_are_really_negative():
+def test_skipped_intervals_of_bases_are_infeasible():
     powers = np.arange(0, 64, 2) / 64
     for log_base, distance in ((1.0, 2), (4.0, 30), (6.0, 300), (8.0, 2000)):
         distances = np.flatnonzero(_sums(np.exp(-log_base * powers), 0, distance + 200) < 0)[-5:]

@@ -67,8 +67,8 @@ def test_untrained_is_the_closed_form():
         np.testing.assert_allclose(exact, expected, rtol=1e-7)
     np.testing.assert_array_equal(rule.at_length(64, params=made)[0], rule.at_length(64)[0])
     # the closed form solves the equation: the derivative term of the oracle is the slope of its logarithm
-    still = {"up": np.zeros((8, 16)), "down": np.zeros((16, 8))}
-    np.testing.assert_allclose(oracle(still, 4), PLAIN * 7**EXPONENTS, rtol=1e-5)
+    zeros = {"up": np.zeros((8, 16)), "down": np.zeros((16, 8))}
+    np.testing.assert_allclose(oracle(zeros, 4), PLAIN * 7**EXPONENTS, rtol=1e-5)
 
 
 def test_rows_tokens_and_the_float32_mode():
@@ -101,7 +101,7 @@ def test_gradients_are_those_of_the_product():
     found = gradient(learned)
     chex.assert_trees_all_close(found, jax.jit(jax.grad(lambda p: loss(p, naive)))(learned), rtol=1e-3)
     assert all(np.abs(leaf).max() > 1 for leaf in found.values())
-    # up follows as soon as down has left zero
+    # "up" gets a gradient as soon as "down" is not zero
     assert np.abs(gradient(RULE.init(jax.random.key(0), 16))["down"]).max() > 0
 
 

@@ -1,4 +1,4 @@
-"""The general solution: commuting generators, their planes, and what of it a projection can absorb."""
+"""The general solution: commuting generators, their planes, and the part that a projection can absorb."""
 
 import chex
 import jax
@@ -61,7 +61,7 @@ def test_planes_and_frequencies(name):
 
 
 def _sorted(omega):
-    """Planes in the order of their frequencies, whatever the rounding."""
+    """Planes in the order of their frequencies, independent of rounding."""
     return omega[:, np.lexsort(np.round(omega, 6))]
 
 
@@ -134,7 +134,7 @@ def test_the_four_by_four_family_of_the_article():
 
 
 def test_a_norm_with_a_factor_per_channel_stops_the_absorption():
-    """Without the factor the norm sees the same length before and after P^T; with it there is no other factor."""
+    """Without the factor, norm and P^T commute. With it, no factor after P^T gives the same result."""
     basis, _ = decompose(B)
     norm = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True))  # noqa: E731
     np.testing.assert_allclose(norm(Q @ basis), norm(Q) @ basis, atol=1e-6)

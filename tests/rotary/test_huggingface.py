@@ -50,7 +50,7 @@ def test_version_4(scaling, expected):
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "num_attention_heads"])
-def test_a_size_of_heads_that_is_not_told_stays_open(missing):
+def test_a_missing_head_size_stays_open(missing):
     config = {"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 5e5}
     assert from_hf(config) == Plain(5e5, head_dim=16)
     assert from_hf({**config, missing: None}) == Plain(5e5)
@@ -257,6 +257,6 @@ def test_a_config_object_is_read_by_its_dictionary():
         (Settings({"text_config": MODEL}), r"pass config\['text_config'\], or config.text_config of an object"),
     ],
 )
-def test_what_is_no_configuration_is_refused(config, message):
+def test_values_that_are_not_configurations_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         from_hf(config)

@@ -1,4 +1,4 @@
-"""The full rule of LongRoPE, with its first tokens left alone, and the search for its factors."""
+"""The full rule of LongRoPE, with its unscaled first tokens, and the search for its factors."""
 
 import dataclasses
 
@@ -75,44 +75,44 @@ def test_search_finds_a_known_optimum():
 
 
 def test_search_keeps_to_its_space_and_starts_from_the_known_rules():
-    asked = []
+    tried = []
 
     def fitness(rule):
-        asked.append(rule)
+        tried.append(rule)
         return distance_to((1.05, 1.33, 2.71, 4.99), 2)(rule)
 
     found = search(fitness, INITIAL, iterations=10)
-    factors = np.array([rule.long_factor for rule in asked])
+    factors = np.array([rule.long_factor for rule in tried])
     assert (np.diff(factors) >= 0).all()
     assert factors.min() == 1
     assert 4 < factors.max() <= 5
     np.testing.assert_allclose(factors, np.round(factors, 2), atol=1e-12)
-    assert {rule.unscaled_first for rule in asked} <= set(UNSCALED_FIRST)
-    assert {rule.select for rule in asked} == {"long"}
-    assert len(set(asked)) == len(asked) <= 64 + 10 * 32
-    for rule, seed in zip(asked[:4], seeds(), strict=True):
+    assert {rule.unscaled_first for rule in tried} <= set(UNSCALED_FIRST)
+    assert {rule.select for rule in tried} == {"long"}
+    assert len(set(tried)) == len(tried) <= 64 + 10 * 32
+    for rule, seed in zip(tried[:4], seeds(), strict=True):
         np.testing.assert_allclose(rule.long_factor, seed, atol=0.0051)
         assert rule.unscaled_first == 0
     assert (np.diff(found.history) <= 0).all()
-    assert found.history[0] <= min(map(fitness, asked[:4]))
+    assert found.history[0] <= min(map(fitness, tried[:4]))
     assert found.fitness < found.history[0]
     assert found.rule.select == "by_length"
 
 
 def test_search_is_never_worse_than_its_seeds():
     for best in range(4):
-        expected = []
+        tried = []
 
-        def fitness(rule, best=best, expected=expected):
-            expected.append(rule)
-            return -1.0 if len(expected) == best + 1 else 1.0
+        def fitness(rule, best=best, tried=tried):
+            tried.append(rule)
+            return -1.0 if len(tried) == best + 1 else 1.0
 
         found = search(fitness, INITIAL, population=4, parents=1, mutations=2, crossovers=2, iterations=3)
         assert found.fitness == -1
-        assert found.rule.long_factor == expected[best].long_factor
+        assert found.rule.long_factor == tried[best].long_factor
 
 
-def test_search_is_deterministic_and_takes_what_is_not_a_number_for_the_worst():
+def test_search_is_deterministic_and_ranks_nan_last():
     def fitness(rule):
         value = distance_to((1.0, 2.0, 3.0, 4.0), 0)(rule)
         return value if value < 2 else float("nan")

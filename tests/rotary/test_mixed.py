@@ -49,7 +49,7 @@ def test_three_axes_start_orthogonal_and_uneven_groups_are_filled():
     np.testing.assert_allclose(np.linalg.det(ends), 1, atol=1e-5)
 
 
-def test_text_stands_at_the_same_place_on_all_axes():
+def test_text_has_the_same_position_on_all_axes():
     ids = np.arange(4, 10)
     expected = features(np.stack([ids, ids], axis=1))
     chex.assert_trees_all_equal(features(ids), expected)

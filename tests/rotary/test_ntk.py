@@ -64,7 +64,7 @@ def test_old_is_a_plain_rule_of_another_base():
     assert from_hf(rule.to_hf()) == Plain(4000.0)
 
 
-def test_hope_keeps_what_turns_in_training():
+def test_hope_keeps_pairs_that_complete_a_turn_in_training():
     found = HoPE(4096).inverse_frequencies(128)
     assert (found > 0).sum() == 46
     np.testing.assert_array_equal(found[:46], Plain(head_dim=128).inverse_frequencies()[:46])
@@ -107,7 +107,7 @@ LISTS = ((1.0,) * 8, (2.0,) * 8)
 
 
 class OwnFrequencies(Plain):
-    """A rule with a table as usual, of frequencies that are its own."""
+    """A rule with its own frequencies and the usual table."""
 
     def at_length(self, length=None, *, head_dim=None):
         return super().at_length(length, head_dim=head_dim)

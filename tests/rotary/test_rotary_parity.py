@@ -234,7 +234,7 @@ def test_config_objects_are_read_as_their_dictionaries(name, options):
         assert rule.base == (given[layer] if layer else given)["rope_theta"]
 
 
-def test_the_text_of_a_model_of_several_kinds_is_asked_for():
+def test_a_multimodal_config_is_refused_and_its_text_config_is_read():
     settings = transformers.Gemma3Config()
     with pytest.raises(ValueError, match=r"or config.text_config of an object"):
         from_hf(settings)

@@ -106,7 +106,7 @@ def test_pairings_are_one_permutation_apart(rotary_dim):
     chex.assert_trees_all_equal(permute_projection(x, "half", "half", **options), x)
 
 
-def test_permutation_prints():
+def test_permutations_by_hand():
     order = permute_projection(np.arange(8), "interleaved", "half")
     assert order.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert permute_projection(np.arange(8), "half", "interleaved").tolist() == [0, 4, 1, 5, 2, 6, 3, 7]

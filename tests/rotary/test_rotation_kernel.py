@@ -1,4 +1,4 @@
-"""Rotation as a kernel for TPUs, interpreted, against NumPy in float64; where it stands, and its derivatives."""
+"""The TPU kernel of rotation, interpreted, against NumPy in float64; when it is used, and its derivatives."""
 
 from functools import partial
 
@@ -18,14 +18,14 @@ INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan")
 
 
 def values(dtype=np.float32, size: int = SIZE):
-    """Features; and angles of both rows, of which a quarter of a turn is the largest."""
+    """Features, and angles of both rows, of at most a quarter of a turn."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((ROWS, TOKENS, HEADS, size)).astype(dtype)
     return x, rng.uniform(-1.5, 1.5, (ROWS, TOKENS, size // 2))
 
 
 def turned(x, angles, pairing: str):
-    """Pair by pair, ``(a, b)`` as the number ``a + ib`` times ``exp(i angle)``."""
+    """Rotates each pair ``(a, b)`` as the complex number ``a + ib`` times ``exp(i angle)``."""
     width = 2 * angles.shape[-1]
     pairs = x[..., :width].astype(np.float64)
     if pairing == "half":
@@ -64,8 +64,8 @@ def table(angles) -> RotaryTable:
     return RotaryTable(jnp.cos(angles), jnp.sin(angles))
 
 
-def kernels(function, *arguments, platform: str = "tpu") -> bool:
-    """Whether the program holds the kernel."""
+def has_kernel(function, *arguments, platform: str = "tpu") -> bool:
+    """Whether the lowered program contains the kernel."""
     return "posjax_rotation" in jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -78,20 +78,20 @@ def shape(*sizes: int, dtype=jnp.bfloat16):
     [(shape(2, 256, 3, 128), True), (shape(2, 256, 3, 256, dtype=jnp.float32), True), (shape(2, 256, 3, 64), False),
      (shape(2, 200, 3, 128), False), (shape(2, 256, 3, 128, dtype=jnp.float16), False), (shape(256, 3, 128), False)],
 )  # fmt: skip
-def test_it_stands_where_heads_fill_lanes_and_tokens_blocks(x, taken):
+def test_the_kernel_is_used_where_heads_fill_lanes_and_tokens_fill_blocks(x, taken):
     def run(x):
         return apply_rotary(x, pj.rotary_table(np.arange(x.shape[-3]), pj.rotary.inverse_frequencies(x.shape[-1])))
 
-    assert kernels(run, x) == taken
-    assert not kernels(run, x, platform="cpu")
+    assert has_kernel(run, x) == taken
+    assert not has_kernel(run, x, platform="cpu")
 
 
 def test_heads_with_angles_of_their_own_are_left_to_the_compiler():
     x, angles = shape(2, 256, 4, 128), shape(2, 256, 2, 64, dtype=jnp.float32)
-    assert not kernels(lambda x, a: apply_rotary(x, table(a)), x, angles)
+    assert not has_kernel(lambda x, a: apply_rotary(x, table(a)), x, angles)
 
 
-def test_a_mesh_that_the_compiler_divides_has_none_and_a_shard_map_has_it():
+def test_the_kernel_is_used_in_a_shard_map_but_not_on_auto_axes():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8, 256, 3, 128), jnp.float32, sharding=rows)
@@ -100,13 +100,13 @@ def test_a_mesh_that_the_compiler_divides_has_none_and_a_shard_map_has_it():
         return apply_rotary(x, pj.rotary_table(np.arange(256), pj.rotary.inverse_frequencies(128)))
 
     with jax.set_mesh(mesh):
-        assert not kernels(run, x)
-        assert kernels(jax.shard_map(run, in_specs=rows.spec, out_specs=rows.spec), x)
+        assert not has_kernel(run, x)
+        assert has_kernel(jax.shard_map(run, in_specs=rows.spec, out_specs=rows.spec), x)
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_derivatives_are_those_of_the_formula(pairing):
-    """Of features and of learned angles, which turn a part of the features; of first and second order, and mapped."""
+    """For features and for learned angles that rotate a part of them: first and second order, and under vmap."""
     x, angles = values()
     x, angles, weights = x[:, :128], angles[:, :128, :32], np.cos(np.arange(SIZE))
 

@@ -1,4 +1,4 @@
-"""The numbers are those printed in the papers and released code; see the docstrings of the rules."""
+"""Scaling rules against the numbers of papers and released code, which the docstrings of the rules name."""
 
 import chex
 import jax

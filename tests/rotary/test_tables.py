@@ -44,8 +44,8 @@ def _by_hand(rule, plain):
     return values / 3.7 if isinstance(rule, LongRoPE) else values * 32.0 ** (-np.arange(8) / 7)
 
 
-def test_float32_tables_are_what_exactness_saves_from():
-    """The float32 product errs by 1e-2 rad at one million, by everything at 2^31."""
+def test_float32_tables_are_wrong_far_away():
+    """The error of the float32 product is over 1e-2 at one million, and as large as the values at 2^31."""
     positions, values = np.array([1_000_003, 2**31 - 1]), 10_000.0 ** -(np.arange(64) / 64)
     table = rotary.rotary_table(positions, rotary.inverse_frequencies(128), precision="hf")
     error = np.abs(table.cos - cos_sin(positions, values)[0]).max(axis=1)
@@ -83,7 +83,7 @@ def test_positions_of_every_form_agree():
 
 
 def test_real_positions():
-    """The whole part is exact and the fraction added; hf is the float32 product."""
+    """The whole part is exact, and the fraction is added. The "hf" mode is the float32 product."""
     positions = np.array([0.25, 70_000.5, -70_000.5], np.float32)
     table = jax.jit(rotary.rotary_table)(positions, rotary.inverse_frequencies(8))
     np.testing.assert_allclose(table.sin, np.sin(positions[:, None] * 10.0 ** -np.arange(4.0)), atol=2e-6)

@@ -1,4 +1,4 @@
-"""VO-RoPE: rotated values, outputs turned back."""
+"""VO-RoPE: values are rotated, and outputs are rotated back."""
 
 import chex
 import jax

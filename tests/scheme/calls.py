@@ -1,4 +1,4 @@
-"""Small projections, and a scheme called on them in one pass and by a cache."""
+"""Small projections, and calls of a scheme on them: in one pass, and with a cache."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +21,9 @@ def projections(query_size=SIZE, key_size=SIZE):
 
 def decoded(scheme, **options):
     index, valid = jnp.broadcast_to(jnp.arange(TOKENS), (BATCH, TOKENS)), jnp.ones((BATCH, TOKENS), bool)
-    kept = scheme.init_cache(BATCH, TOKENS, num_heads=HEADS, num_kv_heads=KV, head_dim=SIZE, chunk=TOKENS)
+    cache = scheme.init_cache(BATCH, TOKENS, num_heads=HEADS, num_kv_heads=KV, head_dim=SIZE, chunk=TOKENS)
     given = {"index": index, "valid": valid, "length": TOKENS} | options
-    return scheme.decode(*as_float32(*projections()), kept, **given)
+    return scheme.decode(*as_float32(*projections()), cache, **given)
 
 
 def attended(scheme, **options):

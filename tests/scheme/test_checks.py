@@ -1,4 +1,4 @@
-"""What does not compose in a scheme, and the reasons."""
+"""Slots that do not compose in a scheme, and the reasons in the errors."""
 
 import jax.numpy as jnp
 import pytest
@@ -46,7 +46,7 @@ from posjax.scheme import Scheme
         (lambda: pj.scheme("xpos", training_positions={"name": "pose", "max_length": 65536}), r"stay below 10,000"),
     ],
 )
-def test_what_does_not_compose_is_refused(call, message):
+def test_slots_that_do_not_compose_are_refused(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)

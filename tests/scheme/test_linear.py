@@ -1,4 +1,4 @@
-"""Linear attention as what computes a scheme: where it turns queries, and what it refuses."""
+"""Schemes with linear attention: the rotation of queries, and the options that are refused."""
 
 import chex
 import jax.numpy as jnp
@@ -10,25 +10,25 @@ import posjax as pj
 from posjax.positions import Range
 
 
-def test_linear_attention_turns_queries_where_they_stand():
+def test_linear_attention_rotates_queries_by_their_positions():
     q, k, v = as_float32(*projections())
     scheme = pj.scheme("linear-elu")
-    here = scheme.attend(q, k, v)
-    assert np.abs(scheme.attend(q, k, v, q_positions=Range(100, TOKENS)) - here).max() > 0.01
+    unshifted = scheme.attend(q, k, v)
+    assert np.abs(scheme.attend(q, k, v, q_positions=Range(100, TOKENS)) - unshifted).max() > 0.01
     moved = scheme.attend(q, k, v, q_positions=Range(100, TOKENS), kv_positions=Range(100, TOKENS))
-    np.testing.assert_allclose(moved, here, atol=1e-5)
+    np.testing.assert_allclose(moved, unshifted, atol=1e-5)
 
 
 @pytest.mark.parametrize("call", [attended, decoded])
 @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"sinks": jnp.zeros(HEADS)}, {"return_residuals": True}])
-def test_linear_attention_refuses_what_is_about_logits(call, option):
+def test_linear_attention_refuses_options_about_logits(call, option):
     (name,) = option
     with pytest.raises(ValueError, match=f"{name}: linear attention has no logits for it"):
         call(pj.scheme("linear-elu"), **option)
 
 
 @pytest.mark.parametrize("call", [attended, decoded])
-def test_linear_attention_leaves_the_backend_to_other_layers(call):
+def test_linear_attention_ignores_the_choice_of_an_implementation(call):
     scheme = pj.scheme("linear-elu")
     chex.assert_trees_all_equal(call(scheme, implementation="blockwise"), call(scheme))
 

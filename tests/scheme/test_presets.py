@@ -17,7 +17,7 @@ RECIPES = ("hwfa", "hwfa2", "gemma3", "llama4", "smollm3", "gpt-oss", "rnope-swa
 
 
 def where(layers, holds):
-    """The indices of the layers of which something holds."""
+    """The indices of the layers for which ``holds`` is true."""
     return [index for index, scheme in enumerate(layers.schemes) if holds(scheme)]
 
 
@@ -25,7 +25,7 @@ def sees_all(scheme):
     return scheme.mask is None
 
 
-def turns(scheme):
+def rotates(scheme):
     return scheme.rotates
 
 
@@ -37,7 +37,7 @@ def test_every_preset_is_built_with_its_defaults_or_names_what_it_needs(name):
     parameters = inspect.signature(PRESETS[name][0]).parameters
     needed = [option for option, of in parameters.items() if of.default is of.empty]
     assert scheme_options(name) == tuple(parameters)
-    assert set(needed) <= set(OPTIONS.get(name, ())), "what has no default stands in the tests' options"
+    assert set(needed) <= set(OPTIONS.get(name, ())), "OPTIONS must set every option without a default"
     if needed:
         with pytest.raises(ValueError, match=f"^scheme '{name}' needs {' and '.join(needed)}$"):
             pj.scheme(name)
@@ -116,7 +116,7 @@ def test_hwfa2_spreads_its_full_layers(depth, full, places):
     assert len(layers.schemes) == depth
     assert where(layers, sees_all) == places
     assert where(layers, lambda scheme: scheme.scale == scales.LogN(512)) == places
-    assert where(layers, turns) == list(range(depth))
+    assert where(layers, rotates) == list(range(depth))
 
 
 def test_hwfa2_takes_the_windows_of_its_article():
@@ -184,11 +184,11 @@ def test_extension_reaches_the_named_layers_alone(layers, changed):
     assert [times for _, times in after.patterns] == [times for _, times in before.patterns]
 
 
-def test_frequencies_pass_over_layers_without_position():
+def test_new_frequencies_skip_layers_without_position():
     before = pj.scheme("llama4", num_layers=5)
     after = before.extend(frequencies={"name": "yarn", "factor": 4.0, "original_length": 64})
-    assert where(after, turns) == where(before, turns) == [0, 1, 2, 4]
-    assert {s.features.frequencies for s in after.schemes if turns(s)} == {rotary.YaRN(4.0, 64, base=500_000.0)}
+    assert where(after, rotates) == where(before, rotates) == [0, 1, 2, 4]
+    assert {s.features.frequencies for s in after.schemes if rotates(s)} == {rotary.YaRN(4.0, 64, base=500_000.0)}
     assert after.schemes[3] == before.schemes[3]
     both = before.extend(frequencies=rotary.Linear(2.0), remap=remap.ReRoPE(8), mask=masks.Window(4))
     assert where(both, lambda scheme: scheme.remap is not None) == [0, 1, 2, 4]
@@ -420,7 +420,7 @@ BAD_PRESETS = {
     "gpt-oss": DEPTH | {"window": NOT_A_COUNT, "base": BELOW_ONE, "factor": BELOW_ONE, "original_length": BELOW_ONE},
     "rnope-swa": DEPTH | {"window": NOT_A_COUNT, "base": BELOW_ONE},
 } | {
-    # Presets of one spec and its name.
+    # Presets that are one spec and have its name.
     name: kinds[name]
     for kinds in BAD.values()
     for name in kinds
@@ -473,9 +473,13 @@ def test_what_does_not_fit_the_head_is_refused():
         odd.query_size(8)
     with pytest.raises(ValueError, match=r"sections \(2, 1, 2\) add up to 5 pairs"):
         pj.scheme("mrope", sections=(2, 1, 2), head_dim=8)
-    for name in ("rope", "xpos", "p-rope", "qwen3", "coca-strict", "coca-tied"):
-        with pytest.raises(ValueError, match="head_dim must be a positive even number, found 7"):
-            pj.scheme(name).query_size(7), pj.scheme(name).key_size(7)
+    odd_number = "head_dim must be a positive even number, found 7"
+    for name in ("rope", "xpos", "p-rope", "qwen3", "coca-tied"):
+        with pytest.raises(ValueError, match=odd_number):
+            pj.scheme(name).query_size(7)
+    for name in ("coca-strict", "coca-tied"):
+        with pytest.raises(ValueError, match=odd_number):
+            pj.scheme(name).key_size(7)
 
 
 def test_slopes_for_no_heads_are_refused():

@@ -1,4 +1,4 @@
-"""Names of methods: what ``register`` takes, what it refuses, and what then knows the name."""
+"""``register``: the specs that it accepts or refuses, and the functions that then know the name."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ frozen = dataclasses.dataclass(frozen=True)
 
 @pytest.fixture(autouse=True)
 def _names(monkeypatch):
-    """What a test registers is forgotten after it."""
+    """After each test, removes the names that it has registered."""
     for name, known in SLOTS.items():
         monkeypatch.setitem(SLOTS, name, dict(known))
 
@@ -45,7 +45,7 @@ def test_presets_extend_and_replace_know_a_registered_name():
         pj.scheme("rope", bias={"name": "rows", "entry": 1})
 
 
-def test_a_name_of_a_slot_is_no_preset_and_the_error_says_where_it_stands():
+def test_a_name_in_a_slot_is_not_a_preset_and_the_error_says_how_to_use_it():
     pj.register("bias", "rows", LearnedRows)
     with pytest.raises(ValueError, match=re.escape("in a slot: scheme('rope', bias={'name': 'rows'})")):
         pj.scheme("rows")
@@ -75,14 +75,14 @@ def test_a_cell_of_a_notebook_may_run_twice():
     assert SLOTS["bias"]["again"] is Again
 
 
-def test_what_has_no_name_of_its_own_is_not_taken_for_another():
+def test_lambdas_and_partials_do_not_replace_each_other():
     for make in (lambda n: lambda: LearnedRows(n), lambda n: functools.partial(LearnedRows, n)):
         pj.register("bias", f"{make}", make(1))
         with pytest.raises(ValueError, match="is taken in the slot 'bias'"):
             pj.register("bias", f"{make}", make(2))
 
 
-def test_the_lists_of_the_rooms_stay_as_they_are():
+def test_the_lists_of_the_subpackages_stay_unchanged():
     pj.register("training_positions", "mine", pj.training_positions.Randomised)
     assert "mine" not in pj.training_positions.RULES
 
@@ -122,12 +122,12 @@ class Unbound(pj.bias.BiasSpec):
         (("scale", "mine", Loose), "spec: Loose lacks factor(), shift_invariant, which the slot 'scale' needs"),
     ],
 )
-def test_what_is_refused(arguments, message):
+def test_bad_registrations_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         pj.register(*arguments)
 
 
 @pytest.mark.parametrize("slot_name", SLOTS)
-def test_every_class_of_the_library_has_the_protocol_that_is_asked_for(slot_name):
+def test_every_class_of_the_library_has_the_required_protocol(slot_name):
     for name, spec in list(SLOTS[slot_name].items()):
         pj.register(slot_name, f"{name}, again", spec)

@@ -1,4 +1,4 @@
-"""Schemes: what composes, what is refused and why, what a scheme declares, and the call against NumPy."""
+"""Schemes: presets and options, refusals, what a scheme declares, and attention against NumPy."""
 
 import dataclasses
 
@@ -48,14 +48,14 @@ def test_presets_and_their_options(built, wanted):
     assert hash(built) == hash(wanted)
 
 
-def test_slots_go_where_an_option_has_their_name():
+def test_an_option_of_a_preset_takes_the_slot_of_its_name():
     assert pj.scheme("vo-rope", frequencies={"name": "default", "base": 5e5}).features.frequencies.base == 5e5
     assert pj.scheme("streaming", recent=5, first=2).remap.first == 2
     assert pj.scheme("streaming", recent=5, sinks={"name": "learned"}).sinks is not None
     made = pj.scheme("nope", features={"name": "rotary"}, frequencies={"name": "ntk", "factor": 4})
     assert made.features == rotary.Rotary(rotary.NTKAware(4))
-    dealt = pj.scheme("mrope", sections=(2, 1, 1)).extend(frequencies=rotary.YaRN(4.0, 8)).features.frequencies
-    assert (type(dealt), dealt.rule) == (rotary.MRoPE, rotary.YaRN(4.0, 8))
+    rule = pj.scheme("mrope", sections=(2, 1, 1)).extend(frequencies=rotary.YaRN(4.0, 8)).features.frequencies
+    assert (type(rule), rule.rule) == (rotary.MRoPE, rotary.YaRN(4.0, 8))
 
 
 def test_every_preset_is_named_and_there_is_no_bare_coca():
@@ -93,7 +93,7 @@ def test_every_slot_makes_its_specs_by_name():
         (lambda: Layers((((ROPE,), 0),)), r"every period needs schemes and repeats, found 0"),
     ],
 )
-def test_what_is_refused_and_why(call, message):
+def test_bad_names_and_options_are_refused(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -212,8 +212,8 @@ def test_the_causal_default_counts_keys_by_position_and_a_given_count_wins():
     causal = scheme.attend(q, k, v)
     by_hand = scheme.attend(q, k, v, visible=jnp.arange(TOKENS) + 1)
     chex.assert_trees_all_equal(causal, by_hand)
-    there = Range(1_000_003, TOKENS)
-    np.testing.assert_allclose(scheme.attend(q, k, v, q_positions=there, kv_positions=there), causal, atol=1e-6)
+    shifted = Range(1_000_003, TOKENS)
+    np.testing.assert_allclose(scheme.attend(q, k, v, q_positions=shifted, kv_positions=shifted), causal, atol=1e-6)
     last = scheme.attend(q[:, -1:], k, v, q_positions=Range(TOKENS - 1, 1))
     np.testing.assert_allclose(last, causal[:, -1:], atol=1e-6)
 
@@ -244,6 +244,6 @@ def test_attend_says_which_parameters_are_missing():
 
 @pytest.mark.parametrize("name", ["rope", "linear-elu"])
 @pytest.mark.parametrize("call", [attended, decoded])
-def test_an_option_that_there_is_not_is_refused(call, name):
+def test_an_unknown_option_is_refused(call, name):
     with pytest.raises(TypeError, match="unexpected keyword argument 'soft_cap'"):
         call(pj.scheme(name), soft_cap=2.0)

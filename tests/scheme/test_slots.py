@@ -1,4 +1,4 @@
-"""What the slots ask of their specs: it follows from the protocols, and every spec of the library has it."""
+"""What slots require of their specs follows from the protocols, and every spec of the library has it."""
 
 import dataclasses
 
@@ -9,14 +9,14 @@ from posjax.scheme.registry import SLOTS
 from posjax.scheme.slots import PROTOCOLS, lacking
 
 
-def test_what_is_asked_follows_from_the_protocol():
+def test_requirements_follow_from_the_protocol():
     assert lacking("scale", object()) == ["init()", "factor()", "shift_invariant"]
     assert lacking("sinks", pj.sinks.LearnedSinks) == lacking("sinks", pj.sinks.LearnedSinks()) == []
     assert lacking("training_positions", object()) == ["draw()", "evaluate()"]
     assert lacking("features", object())[:3] == ["init()", "query_size()", "key_size()"]
 
 
-def test_masks_and_rules_are_asked_for_by_their_class_alone():
+def test_masks_and_rules_are_required_by_class_only():
     assert lacking("mask", object()) == lacking("frequencies", object()) == []
 
 
@@ -29,7 +29,7 @@ def test_every_class_of_the_library_lacks_nothing(slot_name):
     assert {name: lacking(slot_name, kind) for name, kind in SLOTS[slot_name].items() if lacking(slot_name, kind)} == {}
 
 
-def test_what_a_slot_asks_need_not_come_from_a_class_of_the_library():
+def test_a_spec_need_not_derive_from_a_class_of_the_library():
     @dataclasses.dataclass(frozen=True)
     class Half:
         shift_invariant = True

@@ -1,9 +1,9 @@
-"""What tests of training share."""
+"""Fixtures of the tests of training."""
 
 import pytest
 
 
 @pytest.fixture
 def unpainted(monkeypatch):
-    """Figures are drawn and not painted, which would take most of a report's time; tests of reports paint them."""
+    """Figures are not rendered as PNG, which takes most of a report's time. Only tests of reports render them."""
     monkeypatch.setattr("train.report.style.png", lambda figure: b"")

@@ -27,7 +27,7 @@ HYBRID = "scheme={name: hwfa, length: 16, window: 3}"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A folder with a config that is right, `mine.yaml`, and its text."""
+    """A folder with a valid config, `mine.yaml`, and its text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     (tmp_path / "text").mkdir()
@@ -44,14 +44,14 @@ class Compiled(Exception):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_is_compiled():
-    """No program of another file, which would not have to be compiled; one of a case is never kept: see below."""
+def no_program_is_cached():
+    """Clears programs of other test files: a cached program does not compile, so `nothing_compiles` would miss it."""
     jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiles():
-    """Ends a case with `Compiled` as soon as JAX has compiled a program; an operation of `lax`, or a key, is none."""
+    """Raises `Compiled` when JAX has compiled a program; single operations of `lax` and random keys do not count."""
 
     def listen(event, *_, fun_name="", **__):
         name = fun_name.removeprefix("jit(").removesuffix(")")
@@ -66,31 +66,31 @@ def nothing_compiles():
 
 @pytest.fixture(scope="module")
 def program():
-    """That of the config without a mistake."""
+    """The program of the valid config."""
     config = parse_text(CONFIG, "here")
     return build_program(config, make_mesh(config.train.mesh, config.train.rows))
 
 
 @pytest.fixture
 def traced_once(program, monkeypatch):
-    """For mistakes outside of the model, which are found after its program is traced: half a second for each."""
+    """For mistakes outside the model, which are found after tracing. It saves half a second in each test."""
     monkeypatch.setattr(loop, "build_program", lambda config, mesh: program)
 
 
 def refused(capsys, *arguments):
-    """What a command with a mistake says, without its beginning."""
+    """The error message of a command with a mistake, without "error: "."""
     try:
         status = cli.main(arguments)
-    except SystemExit as stopped:  # a command line that cannot be read
+    except SystemExit as stopped:  # the command line cannot be parsed
         status = stopped.code
-    told = capsys.readouterr()
-    assert status == 2, told
-    assert told.err.startswith("error: ")
-    assert told.err.endswith("\n")
-    assert told.err.count("\n") == 1
-    assert "Traceback" not in told.err
-    assert not told.out
-    return told.err.removeprefix("error: ")
+    printed = capsys.readouterr()
+    assert status == 2, printed
+    assert printed.err.startswith("error: ")
+    assert printed.err.endswith("\n")
+    assert printed.err.count("\n") == 1
+    assert "Traceback" not in printed.err
+    assert not printed.out
+    return printed.err.removeprefix("error: ")
 
 
 def test_compiling_is_noticed():
@@ -376,7 +376,7 @@ def test_a_run_directory_that_is_a_file(capsys, folder):
 
 @pytest.fixture
 def run(folder):
-    """The directory of a run of the config, begun but without a checkpoint."""
+    """The directory of a run of the config that has started but has no checkpoint."""
     directory = folder / "runs" / "mine"
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(CONFIG)
@@ -402,7 +402,7 @@ def test_a_run_whose_config_is_damaged(capsys, run):
 
 
 @pytest.mark.usefixtures("traced_once")
-def test_metrics_that_are_no_metrics(capsys, run):
+def test_invalid_metrics(capsys, run):
     (run / "metrics.jsonl").write_text("no JSON\n")
     assert "metrics.jsonl" in refused(capsys, "fit", "mine.yaml")
 

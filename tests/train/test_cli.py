@@ -1,4 +1,4 @@
-"""The command line: mistakes are one line and status 2, an interrupt is saved, the same command goes on."""
+"""The command line: a mistake is one line and status 2; an interrupt saves; the same command resumes."""
 
 import json
 import re
@@ -47,10 +47,10 @@ def config(tmp_path, monkeypatch):
 )
 def test_mistakes_in_a_config_are_one_line(config, capsys, command, arguments, message):
     assert cli.main([command, *arguments]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith(message)
-    assert told.err.count("\n") == 1
-    assert not told.out
+    printed = capsys.readouterr()
+    assert printed.err.startswith(message)
+    assert printed.err.count("\n") == 1
+    assert not printed.out
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_mistakes_in_a_config_are_one_line(config, capsys, command, arguments, m
 )
 def test_mistakes_found_later_are_one_line_too(config, capsys, arguments, message):
     assert cli.main(arguments) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(message)
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
     assert not (config.parent / "runs").exists()
 
 
@@ -77,7 +77,7 @@ def test_traceback_on_request(config):
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """A store that lets nobody in."""
+    """A store that denies all access."""
 
     def do_GET(self):
         message = "Anonymous caller does not have storage.objects.get access"
@@ -92,15 +92,15 @@ class Refusing(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("command", [["verify"], ["evaluate"], ["export", "out"], ["fit"]])
-def test_a_store_that_lets_nobody_in_is_one_line(config, command):
+def test_a_store_that_denies_access_is_one_line(config, command):
     pytest.importorskip("gcsfs")
     with ThreadingHTTPServer(("localhost", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         where = [str(config), "output=gs://bucket/runs"] if command == ["fit"] else ["gs://bucket/runs/mine"]
         arguments = [command[0], *where, *command[1:]]
         env = environment(**of_the_store(f"http://localhost:{server.server_port}")) | {"PYTHONPATH": str(CHECKOUT)}
-        started = [sys.executable, "-m", "train", *arguments]
-        done = subprocess.run(started, env=env, cwd=config.parent, capture_output=True, text=True, check=False)
+        command_line = [sys.executable, "-m", "train", *arguments]
+        done = subprocess.run(command_line, env=env, cwd=config.parent, capture_output=True, text=True, check=False)
         server.shutdown()
     assert (done.returncode, done.stdout) == (2, "")
     assert re.match("error: .*Anonymous caller does not have storage.objects.get access, 401\n$", done.stderr)
@@ -126,9 +126,9 @@ def stopped(*arguments):
 )
 def test_unknown_commands_and_options_suggest_the_nearest(capsys, arguments, message):
     assert stopped(*arguments) == 2
-    told = capsys.readouterr().err
-    assert re.match(f"error: {message}", told)
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert re.match(f"error: {message}", error)
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [["--help"], ["fit", "--help"]])
@@ -160,17 +160,17 @@ def test_help_says_what_config_may_be(capsys, command, accepted):
     assert accepted in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_config_may_be_is_said_of_commands_only():
+def test_only_commands_have_a_help_text_for_config():
     assert set(cli._CONFIGS) <= set(cli.COMMANDS)
 
 
 def test_the_help_of_fit_has_a_line_for_every_section_and_says_where_the_keys_are(capsys):
     assert stopped("fit", "--help") == 0
-    told = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     for name, about in about_sections().items():
-        assert [line.split() for line in told].count([name, *about.split()]) == 1
-    assert "beside them: name, output, seed, imports" in told
-    places = re.findall(r"(?:train|docs)/[\w/.]+", "\n".join(told))
+        assert [line.split() for line in lines].count([name, *about.split()]) == 1
+    assert "beside them: name, output, seed, imports" in lines
+    places = re.findall(r"(?:train|docs)/[\w/.]+", "\n".join(lines))
     assert places == ["train/config/settings/", "docs/training.md"]
     assert all((CHECKOUT / place).exists() for place in places)
 
@@ -180,24 +180,24 @@ def test_the_help_of_fit_has_a_line_for_every_section_and_says_where_the_keys_ar
     "command", [["generate"], ["evaluate"], ["search", "--length", "64"], ["export", "out"], ["verify"]]
 )
 def test_a_comparison_is_not_a_run_and_its_runs_are_listed(config, capsys, command, reported):
-    """Its folder has a config of its own once the comparison has ended."""
+    """If the comparison has ended (``reported``), its folder has a config of its own."""
     folders = [*(["mine"] if reported else []), "mine/alibi-seed0", "mine/rope-seed0", "mine/trials/rope-1"]
     for folder in folders:
         Path("runs", folder).mkdir(parents=True)
         shutil.copy(config, f"runs/{folder}/config.yaml")
     Path("runs/mine/rope-seed0.log").touch()
     assert cli.main([command[0], "runs/mine", *command[1:]]) == 2
-    told = capsys.readouterr()
-    assert told.err.splitlines() == [
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
         "error: runs/mine is not a run; name one of those in it:",
         "  runs/mine/alibi-seed0",
         "  runs/mine/rope-seed0",
     ]
-    assert not told.out
+    assert not printed.out
 
 
 def run_fit(config, *, interrupt_at=None):
-    """Runs ``fit`` in a process of its own, and interrupts it when it prints that step."""
+    """Runs ``fit`` in a new process, and interrupts it when it prints step ``interrupt_at``."""
     places = [f"output={config.parent}/runs", f"monitor.compilation_cache={config.parent}/compiled"]
     command = [sys.executable, "-m", "train", "fit", str(config), *places]
     process = subprocess.Popen(command, cwd=CHECKOUT, env=environment(), stdout=subprocess.PIPE, text=True)
@@ -211,7 +211,7 @@ def run_fit(config, *, interrupt_at=None):
 
 
 @pytest.mark.slow
-def test_an_interrupt_saves_and_the_same_command_goes_on(config):
+def test_an_interrupt_saves_and_the_same_command_resumes(config):
     status, lines = run_fit(config, interrupt_at=20)
     directory = config.parent / "runs" / "mine"
     assert status == 130

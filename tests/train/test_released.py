@@ -1,4 +1,4 @@
-"""A released model wherever a run can stand: trained further, measured, continued, searched, exported."""
+"""A released model in place of a run: trained further, evaluated, continued, searched and exported."""
 
 import dataclasses
 import importlib.util
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("unpainted")
 
 @pytest.fixture(scope="module", autouse=True)
 def programs():
-    """Runs of the same model and training share theirs."""
+    """Runs of the same model and training share their programs."""
     with shared_programs():
         yield
 
@@ -58,7 +58,7 @@ def values(released, tmp_path_factory):
 
 
 def token_losses(decoder, tokens):
-    """What every token but the first of each row costs, by the decoder's own logits."""
+    """The loss of every token but the first of each row, from the decoder's logits."""
     graph, state = nnx.split(decoder)
     log_probabilities = jax.jit(lambda state, tokens: jax.nn.log_softmax(nnx.merge(graph, state)(tokens)))
     found = np.asarray(log_probabilities(state, tokens[:, :-1]))
@@ -80,7 +80,7 @@ def trained(values):
 
 
 def test_training_starts_from_the_model(values, tmp_path):
-    """One that is much worse than a fresh one, whose loss would be ln(280) or somewhat more."""
+    """The released model is much worse than a new one, whose loss would be slightly above ln(280)."""
     model = write_released(tmp_path)
     model.embed[...] *= 8
     save_pretrained(model, tmp_path / "worse", like=tmp_path)
@@ -108,7 +108,7 @@ def test_resuming_is_bit_for_bit(values, trained, monkeypatch):
 
 
 def _stop_after(monkeypatch, steps):
-    """A context whose event is set once so many updates are done."""
+    """A replacement for ``stop_requested``, with an event that is set after ``steps`` updates."""
     from contextlib import contextmanager
     from threading import Event
 
@@ -188,11 +188,11 @@ def test_what_a_stage_trained_is_used_as_it_was_trained(values, capsys, monkeypa
     assert trained.factor == 4.0
     used = []
 
-    def noted(model, scheme, own=Decoder.with_scheme):
+    def recorded(model, scheme, own=Decoder.with_scheme):
         used.append(scheme.features.frequencies)
         return own(model, scheme)
 
-    monkeypatch.setattr(Decoder, "with_scheme", noted)
+    monkeypatch.setattr(Decoder, "with_scheme", recorded)
     assert cli.main(["generate", str(config.directory), "--prompt", "The cat", "--tokens", "1"]) == 0
     assert cli.main(["evaluate", str(config.directory), "evaluate.lengths=[16]"]) == 0
     assert used == [trained, trained]
@@ -217,7 +217,7 @@ def test_rope_becomes_coca_before_the_first_update(released, values):
     chex.assert_trees_all_equal(found["stacks/0/0/attention/q"], before["stacks/0/0/attention/q"])
 
 
-def test_what_cannot_be_trained(values, capsys):
+def test_what_cannot_be_trained_is_refused(values):
     with pytest.raises(ValueError, match=r"train\.steps is 0: there is nothing to train"):
         fit(with_changes(values, name="none", train={"steps": 0, "length": LENGTH}))
     with pytest.raises(ValueError, match="cannot start from the weights of 'released'"):
@@ -227,7 +227,7 @@ def test_what_cannot_be_trained(values, capsys):
 # --- use --------------------------------------------------------------------------------------------------------------
 
 
-def test_evaluate_takes_the_path(released, values, capsys):
+def test_evaluate_takes_the_path_of_a_model(released, values, capsys):
     data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "data.held_out=0.2"]
     sizes = ["evaluate.lengths=[16, 64]", "evaluate.tokens=128", "evaluate.batch_tokens=128"]
     arguments = [str(released[0]), f"output={values['output']}", *data, *sizes]
@@ -250,7 +250,7 @@ def test_evaluate_takes_the_path(released, values, capsys):
 
 
 def last_nll(decoder, values, length, scored):
-    """The mean loss of the last tokens of every whole piece of held-out text, by the model's own logits."""
+    """The mean loss of the last tokens of every full-length piece of held-out text, from the model's logits."""
     config = with_changes(values, evaluate={"lengths": [16, 64], "tokens": 128, "batch_tokens": 128})
     pieces = full_pieces(evaluation_documents(config), length, config.evaluate.tokens)
     windows = last_windows(pieces, length, scored)
@@ -285,8 +285,8 @@ def test_characters_of_several_tokens_are_written_whole(released, capsys, monkey
         assert capsys.readouterr().out == f"The cat{text}\n"
 
 
-def test_what_is_found_of_a_model_is_kept_apart(released, values, trained, tmp_path, monkeypatch, capsys):
-    """What is measured once is given again, for another folder and for the same one under another name."""
+def test_results_of_different_models_are_kept_apart(released, values, trained, tmp_path, monkeypatch, capsys):
+    """After the first measurement, the same rows are returned for every folder and name."""
     rows = []
 
     def measured_once(*arguments, own=saved.measure_held_out):
@@ -335,7 +335,7 @@ def test_a_place_that_cannot_be_reached_is_one_line(monkeypatch, capsys):
 
 
 def test_a_comparison_knows_before_it_trains_what_cannot_start_from_the_model(values, tmp_path, monkeypatch):
-    """Norms of queries and keys, as Qwen3 has them, have no place in CoCA."""
+    """CoCA has no place for norms of queries and keys, which Qwen3 has."""
     monkeypatch.setattr("train.compare.compare.run_group", lambda *_: pytest.fail("trained"))
     rope = rotary.Rotary(rotary.Plain(500.0))
     write_released(tmp_path, scheme=pj.Scheme(features=rope, norm=pj.norms.QKNorm(eps=1e-5)))
@@ -347,14 +347,14 @@ def test_a_comparison_knows_before_it_trains_what_cannot_start_from_the_model(va
         compare(parse({**config, "train": {**values["train"], "loss_chunks": 3}, "compare": {"schemes": schemes[1:]}}))
 
 
-def test_search_takes_the_path(released, values, capsys):
+def test_search_takes_the_path_of_a_model(released, values, capsys):
     data = ["data.source=files", f"data.paths={json.dumps(values['data']['paths'])}", "data.held_out=0.2"]
     sizes = ["evaluate.tokens=128", "evaluate.batch_tokens=128", "evaluate.lengths=[16, 64]"]
     arguments = ["search", str(released[0]), "--length", "64", "--population", "4", "--iterations", "1"]
     assert cli.main([*arguments, f"output={values['output']}", "name=searched", *data, *sizes]) == 0
     found = json.loads((Path(values["output"]) / "searched" / "longrope.json").read_text())
     assert len(found["extend"]["frequencies"]["long_factor"]) == 4
-    # What is minimised is what `evaluate` calls the loss of the last tokens: of the shortest length, 16.
+    # The search minimises what `evaluate` reports as the loss of the last tokens: of 16, the shortest length.
     extend = f"scheme.extend={json.dumps(found['extend'])}"
     assert (
         cli.main(["evaluate", arguments[1], f"output={values['output']}", "name=searched", *data, *sizes, extend]) == 0
@@ -375,7 +375,7 @@ def test_export_writes_what_was_trained_with_its_tokenizer(released, trained, tm
     assert "holds a model already" in capsys.readouterr().err
 
 
-def test_a_run_needs_the_model_it_started_from_no_more(released, values, tmp_path, capsys):
+def test_a_run_no_longer_needs_the_model_it_started_from(released, values, tmp_path, capsys):
     shutil.copytree(released[0], tmp_path / "tiny")
     config = with_changes(values, init=str(tmp_path / "tiny"), name="alone")
     fit(config)
@@ -410,7 +410,7 @@ def test_a_tokenizer_of_its_own_is_exported(values, tmp_path, capsys):
     assert cli.main(["export", str(config.directory), str(tmp_path / "without")]) == 0
     assert "no tokenizer was written" in capsys.readouterr().out
     assert not (tmp_path / "without" / "tokenizer.json").exists()
-    assert not tokenizer.opening  # it puts nothing before a text
+    assert not tokenizer.opening  # it adds no token before a text
     assert special_tokens(tmp_path / "out") == [None, tokenizer.eos, tokenizer.padding]
 
 
@@ -424,7 +424,7 @@ def test_a_run_with_bytes_is_exported_without_the_tokenizer_of_its_model(values,
     fit(config)
     assert cli.main(["export", str(config.directory), str(tmp_path / "out")]) == 0
     assert sorted(place.name for place in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
-    assert special_tokens(tmp_path / "out") == [256, 257, 259]  # as docs/training.md says, of bytes
+    assert special_tokens(tmp_path / "out") == [256, 257, 259]  # for bytes, as in docs/training.md
     assert "read it with data.tokenizer=bytes" in capsys.readouterr().out
 
 
@@ -448,9 +448,9 @@ def test_export_keeps_the_dtype_of_the_files(released, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"embedding_scale": 7.3}], ids=["llama", "granite"])
 def test_a_narrow_model_stays_narrow_and_gives_the_numbers_of_the_widened_one(options, tmp_path):
-    """Parameters are widened where they are used, so to measure a model takes no more memory than its files.
+    """Parameters are widened only where they are used, so an evaluation needs no more memory than the model's files.
 
-    The scale of the embeddings is one that bfloat16 rounds.
+    The scale of the embeddings is a number that bfloat16 rounds.
     """
     wide = tmp_path / "wide"
     wide.mkdir()
@@ -467,16 +467,16 @@ def test_a_narrow_model_stays_narrow_and_gives_the_numbers_of_the_widened_one(op
 def test_export_of_an_extension(released, tmp_path, capsys):
     extend = "scheme.extend={frequencies: {name: yarn, factor: 2.0}}"
     assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
-    told = capsys.readouterr().out
-    assert f'"factor": 2.0, "original_length": {LENGTH}' in told
-    assert f"max_position_embeddings is {2 * LENGTH}" in told
+    output = capsys.readouterr().out
+    assert f'"factor": 2.0, "original_length": {LENGTH}' in output
+    assert f"max_position_embeddings is {2 * LENGTH}" in output
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["rope_parameters"]["rope_type"] == "yarn"
     assert values["max_position_embeddings"] == 2 * LENGTH
 
 
 @pytest.mark.parametrize("name", ["ntk", "ntk-old", "linear", "llama3", "dynamic-ntk"])
-def test_extensions_that_a_layout_can_say_are_the_same_model_when_read(released, tmp_path, name):
+def test_extensions_that_a_layout_can_store_are_the_same_model_when_read(released, tmp_path, name):
     extend = f"scheme.extend={{frequencies: {{name: {name}}}}}"
     assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 0
     change = completed({"frequencies": {"name": name}}, LENGTH, 4 * LENGTH)
@@ -503,16 +503,16 @@ def test_transformers_reads_an_extension_as_the_same_model(released, tmp_path, n
     np.testing.assert_allclose(extended(jnp.asarray(tokens)), theirs.numpy(), atol=1e-4)
 
 
-def test_export_refuses_what_has_no_place(released, tmp_path, capsys):
+def test_export_refuses_what_the_layout_cannot_store(released, tmp_path, capsys):
     extend = "scheme.extend={remap: {name: rerope}}"
     assert cli.main(["export", str(released[0]), str(tmp_path / "out"), extend]) == 2
-    told = capsys.readouterr().err
-    assert "scheme: the layout of llama cannot store" in told
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "scheme: the layout of llama cannot store" in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_from_a_seed_is_exported_too(released, values, tmp_path):
+def test_a_run_from_random_parameters_is_exported_too(released, values, tmp_path):
     model = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16}
     data = {**values["data"], "tokenizer": f"{released[0]}/tokenizer.json"}
     config = parse({**values, "init": "", "name": "seed", "model": model, "data": data})

@@ -1,4 +1,4 @@
-"""A run from end to end, as a pod has it: hosts that share an object store and nothing else, of which one dies."""
+"""A run from end to end, as on a pod: the hosts share only an object store, and one of them dies."""
 
 import json
 import random
@@ -26,8 +26,8 @@ class Bucket:
         self._address = address
 
     def put(self, name: str, text: str) -> None:
-        where = f"{self._address}/upload/storage/v1/b/bucket/o?uploadType=media&name={quote(name, safe='')}"
-        urlopen(where, text.encode(), timeout=30).close()
+        url = f"{self._address}/upload/storage/v1/b/bucket/o?uploadType=media&name={quote(name, safe='')}"
+        urlopen(url, text.encode(), timeout=30).close()
 
     def read(self, name: str) -> bytes | None:
         try:
@@ -44,7 +44,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """The store that all processes take for Google's, with some texts."""
+    """The store that all processes use instead of Google's, with some texts."""
     draw = random.Random(0)
     with serving_by_another() as address:
         for name, value in of_the_store(address).items():
@@ -57,7 +57,7 @@ def bucket(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A config of rows of which each of the hosts has a piece."""
+    """A config whose rows are split over the hosts."""
     data = {"source": "files", "paths": ["gs://bucket/text/*.txt"], "held_out": 0.3, "cache": "gs://bucket/tokens"}
     train = {"length": 32, "batch_tokens": 128, "steps": STEPS, "warmup_steps": 2, "checkpoint_every": 3}
     config = {
@@ -90,7 +90,7 @@ def test_a_pod_trains_loses_a_host_resumes_and_is_measured(folder, bucket):
     assert [row["length"] for row in measured] == [32, 256]
     both = {(row["label"], row["length"]): row["window_nll"] for row in bucket.rows("runs/both/results.jsonl")}
     assert both.keys() == {(label, length) for label in ("rope", "ntk") for length in (32, 256)}
-    for row in measured:  # trained alike, by one process that nobody killed
+    for row in measured:  # the same training, by one process that was not killed
         assert row["window_nll"] == pytest.approx(both["rope", row["length"]], rel=1e-3)
     assert bucket.read("model/model.safetensors")
     page = bucket.read("runs/pod/index.html").decode()

@@ -1,4 +1,4 @@
-"""Every command where `fit` writes: at gs://, which a server of somebody else stands for."""
+"""Every command reads and writes at gs:// URLs; fake-gcs-server replaces Google's store."""
 
 import json
 import os
@@ -56,13 +56,13 @@ def folder(tmp_path):
 
 
 def run(folder: Path, address: str, *commands: list[str]) -> str:
-    """What the commands print, one after the other in one process; all must end well."""
+    """Runs the commands one after the other in one process and returns their output; all must succeed."""
     env = environment(**of_the_store(address)) | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, json.dumps(commands)]
     done = subprocess.run(command, cwd=folder, env=env, timeout=300, capture_output=True, text=True, check=False)
-    told = done.stdout + done.stderr
-    assert f"statuses {json.dumps([0] * len(commands))}" in done.stdout, told
-    return told
+    output = done.stdout + done.stderr
+    assert f"statuses {json.dumps([0] * len(commands))}" in done.stdout, output
+    return output
 
 
 class Bucket:
@@ -91,7 +91,7 @@ def test_every_command_reads_and_writes_in_an_object_store(folder, monkeypatch):
     released = ["data.tokenizer=bytes", *from_text, *sizes]
     study = ["init=gs://bucket/exported", "train.steps=0", "evaluate.lengths=[16]", "data.tokenizer=bytes"]
     with serving_by_another() as address:
-        told = run(
+        output = run(
             folder,
             address,
             ["fit", "mine.yaml"],
@@ -124,7 +124,7 @@ def test_every_command_reads_and_writes_in_an_object_store(folder, monkeypatch):
         exported = losses(bucket.rows("runs/released/evaluation.jsonl"), "released")
         assert exported == pytest.approx(losses(evaluated, "rope"), rel=1e-5)
         assert bucket.rows("runs/mine/longrope.json")[0]["extend"]["frequencies"]["name"] == "longrope"
-        assert "step 4: whole\nstep 2: whole\n" in told
-        assert "rope-seed0 (finished before)" in told
+        assert "step 4: whole\nstep 2: whole\n" in output
+        assert "rope-seed0 (finished before)" in output
     assert not [place for place in folder.rglob("*") if place.name in ("runs", "gs:", "gs:bucket")]
     assert not os.path.exists(ROOT / "gs:")

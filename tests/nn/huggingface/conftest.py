@@ -1,4 +1,4 @@
-"""What the tests of released models share."""
+"""Fixtures that the tests of released models share."""
 
 import logging
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def quiet_transformers():
-    """transformers without its progress bars and reports, on one thread: the models are tiny, and others run beside."""
+    """transformers without progress bars and reports, on one thread: models are tiny, other tests run in parallel."""
     torch, log = pytest.importorskip("torch"), pytest.importorskip("transformers").utils.logging
     level, threads = log.get_verbosity(), torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""Reads a released model onto four made-up devices and writes it back; prints what that took as one line of JSON.
+"""Reads a released model onto four simulated devices and writes it back; prints memory and time as one line of JSON.
 
-Measured is anonymous memory (RssAnon of /proc/PID/status): what the process has allocated itself. Pages of mapped files
-are not: the kernel drops them when it needs the room, and a file that is read or written leaves any number of them.
-Another process looks every millisecond, so that nothing here can keep it from looking.
+It measures anonymous memory (RssAnon of /proc/PID/status), which the process has allocated itself. Pages of mapped
+files do not count: the kernel drops them when it needs memory, and any number of them remains after reading a file.
+Another process takes a sample every millisecond, so that no work in this process can delay the samples.
 
     python memory_worker.py FOLDER OUT TINY
 """
@@ -47,7 +47,7 @@ def main(folder, out, tiny):
         return NamedSharding(mesh, PartitionSpec(*names))
 
     def measured(function):
-        """What ``function`` gives, the memory before it, and the most while it ran."""
+        """The result of ``function``, the memory before it, the peak while it ran, and its seconds."""
         gc.collect()
         before = peak.value = anonymous(os.getpid())
         start = time.perf_counter()
@@ -56,17 +56,17 @@ def main(folder, out, tiny):
         time.sleep(0.01)
         return found, before, peak.value, seconds
 
-    def numbers(decoder):
+    def leaves(decoder):
         from flax import nnx
 
         return [leaf for _, leaf in named_parameters(nnx.to_pure_dict(nnx.state(decoder)))]
 
-    # Everything is imported and compiled once before, for a small model of the same layers.
+    # A small model of the same layers comes first, so that imports and compilation are not measured.
     save_pretrained(from_pretrained(tiny, sharding=sharding), f"{out}-tiny", like=tiny)
     decoder, before_read, most_read, read_s = measured(
         lambda: jax.block_until_ready(from_pretrained(folder, sharding=sharding))
     )
-    arrays = sum(shard.data.nbytes for leaf in numbers(decoder) for shard in leaf.addressable_shards)
+    arrays = sum(shard.data.nbytes for leaf in leaves(decoder) for shard in leaf.addressable_shards)
     _, before_write, most_write, write_s = measured(lambda: save_pretrained(decoder, out, like=folder))
     found = {
         "arrays": arrays,

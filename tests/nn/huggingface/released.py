@@ -1,4 +1,4 @@
-"""Tiny models of every family in the words of ``config.json``, and their tensors."""
+"""Tiny models of every family as values of ``config.json``, and helpers for their tensors."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from posjax.nn.huggingface import files, read_config
 
 VOCAB = 101
 SPECIAL = {"vocab_size": VOCAB, "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# Heads of 12 channels that are not the width over their number.
+# Heads have 12 channels, which is not hidden_size / num_attention_heads.
 LLAMA = SPECIAL | {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -110,7 +110,7 @@ CASES: dict[str, dict] = {
 
 
 def random_decoder(values: dict, seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
-    """A decoder with the config of ``config.json`` and normal numbers, biases and gains too."""
+    """A decoder for these values of ``config.json``, with random normal parameters, also for biases and gains."""
     config = read_config(values | changes)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     draw = np.random.default_rng(seed)
@@ -124,7 +124,7 @@ PROMPT, NEW = 6, 20
 
 
 def pick(model, cache, logits):
-    """The likeliest token, and the cache and the logits after it."""
+    """The cache and the logits after the likeliest token, and that token."""
     token = logits[:, -1:].argmax(-1)
     logits, cache = model.decode(token, cache, length=PROMPT + NEW)
     return (cache, logits), token[:, 0]
@@ -150,7 +150,7 @@ def parameters(decoder: Decoder) -> dict:
 
 
 def stored(folder: str | Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder as the bytes of the files say, read by the package safetensors."""
+    """All tensors of a folder, read by the package safetensors."""
     from safetensors.numpy import load_file
 
     found = {}
@@ -176,9 +176,9 @@ def write_config(folder: str | Path, values: dict) -> None:
     (Path(folder) / "config.json").write_text(json.dumps(values))
 
 
-def write_tensors(folder: str | Path, tensors: dict[str, np.ndarray], most: int = 10**9) -> list[str]:
-    """Writes tensors in files of at most so many bytes, and gives the names of the files."""
-    layouts = files.lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, most)
+def write_tensors(folder: str | Path, tensors: dict[str, np.ndarray], max_bytes: int = 10**9) -> list[str]:
+    """Writes tensors into files of at most ``max_bytes`` each; returns the names of the files."""
+    layouts = files.lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, max_bytes)
     files.create(Path(folder), layouts)
     for layout in layouts:
         for name, entry in layout.entries.items():
@@ -187,7 +187,7 @@ def write_tensors(folder: str | Path, tensors: dict[str, np.ndarray], most: int 
 
 
 def refuse(words, function, *arguments, **options):
-    """``function`` raises ValueError with one line that has all of the words."""
+    """Asserts that ``function`` raises a ValueError with one line that has all of the words."""
     with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
         function(*arguments, **options)
     text = str(caught.value)

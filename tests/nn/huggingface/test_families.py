@@ -1,6 +1,6 @@
-"""Every family against transformers: its models read, run, decoded and written back, bit by bit.
+"""Every family against transformers: its models are read, run, decoded, and written back bit for bit.
 
-The models are tiny and random, biases and gains of norms too, and lie in many small files.
+The models are tiny and random, also in biases and gains of norms, and are stored in many small files.
 """
 
 import copy
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def generated(model):
-    """The tokens that transformers picks, with its cache; none of them ends the text."""
+    """The tokens that transformers generates with its cache; no token ends the text."""
     model.generation_config.eos_token_id = None
     prompt = torch.tensor(TOKENS[:, : released.PROMPT])
     with torch.no_grad():
@@ -41,7 +41,7 @@ def generated(model):
 
 
 class Case(NamedTuple):
-    """A model of transformers in a folder, its logits, and the decoder that was read of it."""
+    """A model of transformers, its folder, its logits, and the decoder that was read from the folder."""
 
     model: Any
     folder: Path
@@ -58,7 +58,7 @@ def case(request, tmp_path_factory):
 
 
 def test_logits_and_greedy_tokens_are_those_of_transformers(case):
-    """Those of LongRoPE are greedy within its original length: see below."""
+    """For LongRoPE the greedy tokens stay within its original length; the test of both lengths below says why."""
     assert len(list(case.folder.glob("*.safetensors"))) > 3
     found, tokens = released.logits_and_greedy_tokens(case.decoder, TOKENS)
     assert_close(found, case.logits)
@@ -101,9 +101,9 @@ DYNAMIC = released.rope(1e4, rope_type="dynamic", factor=2.0)
     ids=["longrope", "dynamic"],
 )
 def test_texts_within_and_beyond_the_original_length(values, tmp_path):
-    """Whole rows alone: the cache of transformers keeps the keys of the rule that held when each was made.
+    """Compares full forward passes only: the cache of transformers keeps each key as it was rotated when it was added.
 
-    So its greedy tokens across the switch are those of neither rule, and there is no full forward pass that gives them.
+    Its greedy tokens across the switch thus mix both rules, and no full forward pass gives them.
     """
     model = random_model(values)
     model.save_pretrained(tmp_path)
@@ -121,8 +121,8 @@ SIZES = {"vocab_size", "model_dim", "num_layers", "num_heads"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_config_json_leaves_out_is_what_transformers_takes(name):
-    """With the sizes alone that ours needs, and with the names that transformers has for all families."""
+def test_keys_missing_from_config_json_have_the_defaults_of_transformers(name):
+    """With only the sizes that posjax needs, and with the key names that transformers has for all families."""
     whole = transformers.AutoConfig.for_model(name).to_dict()
     family = FAMILIES[name]
     sizes = [key for key, field in family.keys.items() if field in SIZES and key in whole]
@@ -163,19 +163,19 @@ OLDER = {
     "smollm3": older("smollm3", "no_rope_layers", no_rope_layer_interval=2),
     "bloom": older("bloom", "hidden_size", "n_head", n_embed=48, num_attention_heads=6, seq_length=64),
 }
-"""As releases for transformers 4 say it."""
+"""The same settings as releases for transformers 4 write them."""
 
 
 @pytest.mark.parametrize("name", OLDER)
-def test_older_words_mean_what_they_mean_to_transformers(name):
+def test_older_keys_mean_what_they_mean_to_transformers(name):
     values = OLDER[name]
     theirs = transformers.AutoConfig.for_model(**values).to_dict()
     assert read_config(values) == read_config(theirs | {"model_type": values["model_type"]})
 
 
 @pytest.mark.parametrize("name", released.CASES)
-def test_a_model_of_its_own_has_no_special_tokens_of_another(name, tmp_path):
-    """The defaults of transformers are those of a release; a small vocabulary may not even have them."""
+def test_a_model_saved_without_a_source_has_no_special_tokens(name, tmp_path):
+    """The defaults of transformers are the ids of a release; a small vocabulary may not even have them."""
     values = released.CASES[name]
     save_pretrained(released.random_decoder(values), tmp_path / "out", family=values["model_type"])
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
@@ -186,16 +186,16 @@ def test_a_model_of_its_own_has_no_special_tokens_of_another(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", released.CASES)
-def test_transformers_4_finds_the_base_where_it_looks(name):
-    """In outer keys, which change nothing for transformers 5."""
+def test_transformers_4_finds_the_base_in_outer_keys(name):
+    """The outer keys change nothing for transformers 5."""
     values = released.CASES[name]
     config = read_config(values)
     written = write_config(config, FAMILIES[values["model_type"]])
     rules = written.get("rope_parameters", {})
     rules = [rules["full_attention"], rules["sliding_attention"]] if name == "gemma3_text" else [rules]
-    places = ("rope_theta", "rope_local_base_freq")
-    for inner, place in zip(rules, places, strict=False):
-        assert written.get(place) == inner.get("rope_theta")
+    outer_keys = ("rope_theta", "rope_local_base_freq")
+    for inner, outer_key in zip(rules, outer_keys, strict=False):
+        assert written.get(outer_key) == inner.get("rope_theta")
     if name.startswith("gpt_neox"):
         assert written["rotary_emb_base"] == written["rope_theta"] == 5000.0
     theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(written))).to_dict()
@@ -210,7 +210,7 @@ def test_falcon_is_written_in_the_architecture_that_it_was_read_from(name):
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "phi3", "phi3-longrope", "gpt_neox"])
-def test_another_rule_wins_over_the_older_words_of_the_folder_beside_it(name, tmp_path):
+def test_a_new_rule_overrides_the_older_keys_of_the_source_folder(name, tmp_path):
     values = OLDER[name]
     (tmp_path / "config.json").write_text(json.dumps(values))
     decoder = released.random_decoder(values)

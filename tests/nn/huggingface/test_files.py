@@ -1,4 +1,4 @@
-"""Files of tensors: those of the package safetensors read, ours read by it, broken ones, and file systems."""
+"""Safetensors files: posjax and the package safetensors read each other's files; broken files; file systems."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ DTYPES = (
 
 
 def tensors():
-    """One of every dtype, of all ranks, with every byte that the dtype may have; none of one has no bytes at all."""
+    """A tensor of random bytes for every dtype, of ranks 0 to 3, and an empty tensor."""
     draw, found = np.random.default_rng(0), {}
     for n, name in enumerate(DTYPES):
         dtype, shape = np.dtype(getattr(ml_dtypes, name, name)), ((), (3,), (5, 2), (2, 3, 3))[n % 4]
@@ -56,7 +56,7 @@ def read(path):
 @pytest.mark.parity
 @pytest.mark.parametrize("several", [False, True])
 def test_files_of_the_package_are_read(several, tmp_path):
-    """In several files without an index, too; alignment is none of its promises."""
+    """Also in several files without an index. The package does not promise alignment."""
     package, content = pytest.importorskip("safetensors.numpy"), tensors()
     names = sorted(content)
     parts = [names[:4], names[4:]] if several else [names]
@@ -81,7 +81,7 @@ def test_the_package_reads_ours(most, tmp_path):
 SMALL = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(4, dtype=np.int16)}
 
 
-def test_files_are_full_but_not_beyond_the_most(tmp_path):
+def test_files_are_filled_up_to_the_maximum_size(tmp_path):
     content = {str(n): np.full(5, n, np.float32) for n in range(5)}
     assert released.write_tensors(tmp_path, content, 40) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     index = json.loads((tmp_path / INDEX).read_text())
@@ -96,12 +96,12 @@ def test_one_file_needs_no_index(tmp_path):
     assert_same(read(tmp_path), SMALL)
 
 
-def test_tensors_lie_aligned(tmp_path):
+def test_tensors_are_aligned(tmp_path):
     (layout,) = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in SMALL.items()}, 10**6)
     assert (len(layout.header) % 8, layout.entries["b"].start) == (0, len(layout.header))
 
 
-def test_the_index_says_which_files_count(tmp_path):
+def test_only_files_of_the_index_are_read(tmp_path):
     released.write_tensors(tmp_path, SMALL, 1)
     (tmp_path / "more.safetensors").write_bytes(b"not even a file of tensors")
     assert_same(read(tmp_path), SMALL)
@@ -110,8 +110,8 @@ def test_the_index_says_which_files_count(tmp_path):
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("quiet_transformers")
-def test_the_whole_model_counts_before_the_index_as_it_does_for_transformers(tmp_path):
-    """Of both ``transformers`` reads the whole one, so that the files of the index need not even be there."""
+def test_model_safetensors_is_preferred_to_an_index_as_in_transformers(tmp_path):
+    """transformers prefers ``model.safetensors``, so the files of the index need not even exist."""
     transformers = pytest.importorskip("transformers")
     values = released.CASES["llama"]
     whole, parts = (released.random_decoder(values, seed) for seed in (0, 1))
@@ -126,7 +126,7 @@ def test_the_whole_model_counts_before_the_index_as_it_does_for_transformers(tmp
     assert_same_parameters(from_pretrained(tmp_path / "out"), whole)
 
 
-def test_the_whole_model_counts_where_no_index_is(tmp_path):
+def test_model_safetensors_is_preferred_to_other_files(tmp_path):
     released.write_tensors(tmp_path, SMALL, 10**6)
     (tmp_path / "consolidated.safetensors").write_bytes(b"not even a file of tensors")
     assert_same(read(tmp_path), SMALL)
@@ -136,7 +136,7 @@ def test_the_whole_model_counts_where_no_index_is(tmp_path):
 
 
 def file(header, data=bytes(8), size=None):
-    """The bytes of a file with a header that may be wrong, or say a wrong size of itself."""
+    """The bytes of a file; its header, or the size of the header, may be wrong."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if size is None else size).to_bytes(8, "little") + text + data
 
@@ -171,7 +171,7 @@ BROKEN = {
 
 
 def assert_refused(path, words):
-    """One line with these words; ``{}`` stands for the file."""
+    """The error is one line with these words; ``{}`` in them is the path of the file."""
     with pytest.raises(ValueError, match="safetensors") as caught:
         TensorFolder(path)
     text = str(caught.value)
@@ -222,7 +222,7 @@ def test_pickles_are_refused(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"there is no {tmp_path}/gone/config.json"):
         from_pretrained(tmp_path / "gone")
     with pytest.raises(FileNotFoundError, match=f"there is no {tmp_path}/config.json"):
@@ -234,7 +234,7 @@ def test_what_is_not_there(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_a_config_that_is_no_object(tmp_path):
+def test_a_config_that_is_not_an_object_is_refused(tmp_path):
     cases = (
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
@@ -264,7 +264,7 @@ def assert_same_parameters(found, wanted):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The working folder and that of temporary files, both empty."""
+    """Sets an empty working folder and an empty folder for temporary files."""
     for name in ("here", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -273,15 +273,15 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_url_is_written_and_read(memory, here, monkeypatch):
-    """Through a temporary folder, of which nothing is left."""
+    """Through a temporary folder, which is removed afterwards."""
     decoder, put = released.random_decoder(released.CASES["falcon"]), type(memory).put_file
     written = []
 
-    def noted(files, source, target, **options):
+    def record(files, source, target, **options):
         written.append(target.rpartition("/")[2])
         return put(files, source, target, **options)
 
-    monkeypatch.setattr(type(memory), "put_file", noted)
+    monkeypatch.setattr(type(memory), "put_file", record)
     save_pretrained(decoder, "memory://models/falcon", max_file_bytes=40_000)
     assert written[-1] == "config.json", "a folder with a config holds a whole model"
     names = {name.rpartition("/")[2] for name in memory.ls("/models/falcon", detail=False)}
@@ -292,17 +292,17 @@ def test_a_url_is_written_and_read(memory, here, monkeypatch):
         save_pretrained(decoder, "memory://models/falcon")
 
 
-def test_of_a_url_that_cannot_be_written_nothing_is_left(memory, here, monkeypatch):
-    def full(*arguments):
+def test_a_failed_write_to_a_url_leaves_nothing(memory, here, monkeypatch):
+    def disk_full(*arguments):
         raise OSError("no room")
 
-    monkeypatch.setattr(type(memory), "put_file", full)
+    monkeypatch.setattr(type(memory), "put_file", disk_full)
     with pytest.raises(OSError, match="no room"):
         save_pretrained(released.random_decoder(released.CASES["gpt2"]), "memory://models/gpt2")
     assert sorted(path.name for path in here.rglob("*")) == ["here", "temporary"]
 
 
-def test_other_files_go_with_a_model_from_a_url(memory, tmp_path):
+def test_other_files_are_copied_with_a_model_from_a_url(memory, tmp_path):
     decoder = released.random_decoder(released.CASES["gpt2"])
     save_pretrained(decoder, tmp_path / "first")
     (tmp_path / "first" / "merges.txt").write_bytes(b"#version\na b\n")
@@ -313,7 +313,7 @@ def test_other_files_go_with_a_model_from_a_url(memory, tmp_path):
     assert not (tmp_path / "second" / "secret.txt").exists()
 
 
-def test_without_fsspec_its_name_is_told(monkeypatch):
+def test_a_missing_fsspec_is_named_with_its_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(
         ModuleNotFoundError, match=r"^memory://models/gpt2: .* package fsspec: pip install posjax\[hf\]$"
@@ -321,8 +321,8 @@ def test_without_fsspec_its_name_is_told(monkeypatch):
         from_pretrained("memory://models/gpt2")
 
 
-def test_a_file_system_that_keeps_copies_is_not_that_of_this_machine(memory, tmp_path):
-    """``filecache`` has a name with ``file`` in it, but its paths are those of what it copies."""
+def test_a_file_system_that_caches_copies_is_not_local(memory, tmp_path):
+    """The name ``filecache`` contains ``file``, but its paths are those of the file system that it copies from."""
     copies = fsspec.filesystem("filecache", fs=memory, cache_storage=str(tmp_path))
     assert not is_local(copies)
     assert not is_local(memory)

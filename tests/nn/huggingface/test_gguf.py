@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp writes them: numbers, metadata and tokenizers, against what they were made of and others."""
+"""GGUF files as llama.cpp writes them: tensors, metadata and tokenizers, against their sources and other libraries."""
 
 import io
 import json
@@ -46,7 +46,7 @@ NAMES = {
 
 
 def pairs(rows, heads):
-    """What llama.cpp's convert_hf_to_gguf.py makes of the rows of queries and keys: halves become pairs."""
+    """The rows of queries and keys as llama.cpp's convert_hf_to_gguf.py orders them: halves become pairs."""
     return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -76,7 +76,7 @@ def random_tensors(values):
 
 
 def stored(tensor, kind):
-    """The bytes of a tensor of a kind, and the numbers that they stand for; vectors are float32 always."""
+    """The content of a tensor in a format, the format, and the decoded values; vectors are always float32."""
     if kind == F32 or tensor.ndim == 1:
         return tensor, F32, tensor
     packed = gguf.quants.quantize(tensor, kind)
@@ -84,7 +84,7 @@ def stored(tensor, kind):
 
 
 def write(path, values, tensors, kind=F32, more=None, edit=lambda writer: None, architecture="llama"):
-    """A file of tensors as llama.cpp has them; gives the numbers that it holds, by the names in safetensors."""
+    """Writes a file as llama.cpp does; returns the decoded values of its tensors by their names in safetensors."""
     writer, held = gguf.GGUFWriter(path, architecture), {}
     writer.add_name("tiny")
     heads = {"q_proj": values["num_attention_heads"], "k_proj": values["num_key_value_heads"]}
@@ -101,9 +101,9 @@ def write(path, values, tensors, kind=F32, more=None, edit=lambda writer: None, 
     if "head_dim" in values:
         writer.add_key_length(values["head_dim"])
     for name, tensor in tensors.items():
-        own = next((count for part, count in heads.items() if part in name), None)
+        head_count = next((count for part, count in heads.items() if part in name), None)
         content, raw, held[name] = stored(tensor, kind)
-        content = content if own is None else pairs(content, own)
+        content = content if head_count is None else pairs(content, head_count)
         writer.add_tensor(llama_cpp_name(name), np.ascontiguousarray(content), raw_dtype=raw)
     for name, tensor in (more or {}).items():
         writer.add_tensor(name, tensor)
@@ -132,7 +132,7 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("kind", [F32, Q8, Q4], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "head_dim": 24}], ids=["apart", "tied"])
-def test_a_file_is_the_model_of_its_numbers(kind, changes, tmp_path):
+def test_a_file_is_read_as_the_model_of_its_values(kind, changes, tmp_path):
     values = VALUES | changes
     held = write(tmp_path / "tiny.gguf", values, random_tensors(values), kind)
     found = from_pretrained(tmp_path / "tiny.gguf")
@@ -145,7 +145,7 @@ def test_a_file_is_the_model_of_its_numbers(kind, changes, tmp_path):
 @pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("kind", [F32, Q8], ids=lambda kind: kind.name)
 def test_logits_are_those_of_transformers(kind, tmp_path):
-    """From the file itself, which it dequantises, and from what is written back as safetensors."""
+    """transformers reads the file itself, which it dequantises, and the safetensors that are written back."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), kind)
@@ -161,7 +161,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
 
 
 def test_dtypes_and_a_mesh(tmp_path):
-    """Numbers are float32 where the dtype is left to the file; and they lie as they are asked to."""
+    """With the dtype left to the file, parameters are float32. A mesh splits them as asked and keeps the values."""
     write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), Q8)
     whole = from_pretrained(tmp_path / "tiny.gguf", dtype=None)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(released.parameters(whole))} == {"float32"}
@@ -171,7 +171,9 @@ def test_dtypes_and_a_mesh(tmp_path):
     def sharding(axes, shape):
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*map(names.get, axes)))
 
-    assert_same(from_pretrained(tmp_path / "tiny.gguf", sharding=sharding), whole)
+    split = from_pretrained(tmp_path / "tiny.gguf", sharding=sharding)
+    assert_same(split, whole)
+    assert any("tensor" in leaf.sharding.spec for leaf in jax.tree.leaves(released.parameters(split)))
 
 
 # --- metadata ---------------------------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ def test_frequency_rules(edit, rule, tmp_path):
 
 
 def test_numbers_of_the_metadata_are_those_that_were_written(tmp_path):
-    """A file holds float32: 1e-5 is 9.999999747378752e-06 there, and 1e-5 again here."""
+    """A file holds float32: 1e-5 is stored as 9.999999747378752e-06 and is read as 1e-5."""
 
     def edit(writer):
         writer.add_bos_token_id(1)
@@ -242,10 +244,10 @@ SPECIAL = ["<unk>", "<|im_start|>", "<|im_end|>"]
 def trained(split):
     """A byte-level BPE tokenizer of 400 tokens with the given split of words."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    whole = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    # Its merges join digits, so that a split which tears them apart gives other ids.
-    model.pre_tokenizer = whole
+    # Its merges join digits, so a split that separates digits gives other ids.
+    model.pre_tokenizer = byte_level
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=400,
@@ -255,7 +257,7 @@ def trained(split):
     )
     model.train_from_iterator([*TEXTS, "the cat and 1234 cats sat there in 2024 and 12 or 123 more"] * 9, trainer)
     if split == "smollm":
-        model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, whole])
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
     if split == "llama-bpe":
         words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA_3), "isolated")
         letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -264,7 +266,7 @@ def trained(split):
 
 
 def with_tokenizer(model, split, **flags):
-    """What writes a tokenizer into a file."""
+    """The function that writes a tokenizer into a file."""
     parts = json.loads(model.to_str())["model"]
 
     def edit(writer):
@@ -305,13 +307,13 @@ def test_ids_are_those_of_the_tokenizer_that_was_written(split, tmp_path):
 
 
 def test_splits_differ():
-    """So a wrong one would be seen."""
+    """Otherwise the ids would not reveal a wrong split."""
     ids = [trained(split).encode(TEXTS[2] + " 1234567").ids for split in ("gpt-2", "smollm", "llama-bpe")]
     assert len(set(map(tuple, ids))) == 3
 
 
-def test_llama_3_takes_words_that_it_has_whole(tmp_path):
-    """Its vocabulary was not made by merging alone."""
+def test_llama_3_keeps_words_of_its_vocabulary_whole(tmp_path):
+    """Its vocabulary also has words that merges alone do not form."""
     model = trained("llama-bpe")
     merges = [" ".join(pair) for pair in json.loads(model.to_str())["model"]["merges"]]
 
@@ -330,7 +332,7 @@ def test_llama_3_takes_words_that_it_has_whole(tmp_path):
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_ids_are_those_of_sentencepiece(prefix, tmp_path):
-    """As Llama 2 and Mistral have it: merges by score, bytes for what is not in the vocabulary."""
+    """The tokenizer of Llama 2 and Mistral: merges by score, and bytes for characters outside the vocabulary."""
     library = pytest.importorskip("sentencepiece")
     content = io.BytesIO()
     library.SentencePieceTrainer.train(
@@ -346,18 +348,18 @@ def test_ids_are_those_of_sentencepiece(prefix, tmp_path):
         minloglevel=2,
     )
     model = library.SentencePieceProcessor(model_proto=content.getvalue())
-    every = range(model.vocab_size())
+    token_ids = range(model.vocab_size())
     kinds = gguf.TokenType
     types = [
         kinds.UNKNOWN if model.is_unknown(n) else kinds.CONTROL if model.is_control(n)
         else kinds.BYTE if model.is_byte(n) else kinds.NORMAL
-        for n in every
+        for n in token_ids
     ]  # fmt: skip
 
     def edit(writer):
         writer.add_tokenizer_model("llama")
-        writer.add_token_list([model.id_to_piece(n) for n in every])
-        writer.add_token_scores([model.get_score(n) for n in every])
+        writer.add_token_list([model.id_to_piece(n) for n in token_ids])
+        writer.add_token_scores([model.get_score(n) for n in token_ids])
         writer.add_token_types(types)
         writer.add_add_space_prefix(prefix)
         writer.add_bos_token_id(model.bos_id())
@@ -365,7 +367,7 @@ def test_ids_are_those_of_sentencepiece(prefix, tmp_path):
 
     write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), edit=edit)
     found = tokenizers.Tokenizer.from_str(GGUF(tmp_path / "tiny.gguf").tokenizer_files()["tokenizer.json"])
-    # No words: where two merges want one letter, their order decides.
+    # Random letters: where two merges compete for one letter, their order decides.
     scrambled = "".join(random.Random(0).choices("abdeilnorst", k=2_000))
     for text in [text for text in TEXTS if text] + ["Ω and ß are not in it: 漢字", scrambled]:
         ids = model.encode(text)
@@ -442,7 +444,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_files_that_no_decoder_can_be(name, tmp_path):
+def test_files_that_decoder_does_not_support(name, tmp_path):
     options, words = REFUSED[name]
     write(tmp_path / "tiny.gguf", VALUES, random_tensors(VALUES), **options)
     released.refuse([words], from_pretrained, tmp_path / "tiny.gguf")
@@ -454,7 +456,7 @@ def test_a_file_without_embeddings(tmp_path):
     released.refuse(["tiny.gguf has no tensor token_embd.weight"], from_pretrained, tmp_path / "tiny.gguf")
 
 
-def test_a_part_of_a_head_that_turns(tmp_path):
+def test_a_head_that_rotates_in_part_is_refused(tmp_path):
     def edit(writer):
         writer.kv_data[0].pop("llama.rope.dimension_count")
         writer.add_rope_dimension_count(8)
@@ -473,8 +475,8 @@ def test_a_part_of_a_head_that_turns(tmp_path):
         ({"add_tokenizer_model": "bert"}, "tokenizer.ggml.model: unknown value 'bert'"),
     ],
 )
-def test_tokenizers_that_are_not_known(flags, words, tmp_path):
-    """The model is read all the same; and written back with no tokenizer, or not at all."""
+def test_unknown_tokenizers_are_refused(flags, words, tmp_path):
+    """The model itself is read. Writing it back with that tokenizer is refused and leaves no folder."""
 
     def edit(writer):
         with_tokenizer(trained("gpt-2"), "gpt-2")(writer)
@@ -490,7 +492,7 @@ def test_tokenizers_that_are_not_known(flags, words, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
-def test_what_is_no_gguf(tmp_path):
+def test_missing_and_invalid_files_are_refused(tmp_path):
     path = tmp_path / "tiny.gguf"
     with pytest.raises(FileNotFoundError, match=f"there is no {path}"):
         from_pretrained(path)
@@ -503,7 +505,7 @@ def test_what_is_no_gguf(tmp_path):
         from_pretrained("memory://tiny.gguf")
 
 
-def test_a_file_that_is_cut(tmp_path):
+def test_a_file_that_is_cut_short_is_refused(tmp_path):
     path = tmp_path / "tiny.gguf"
     write(path, VALUES, random_tensors(VALUES))
     content = path.read_bytes()

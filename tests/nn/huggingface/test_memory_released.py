@@ -1,4 +1,4 @@
-"""What reading and writing take of a host's memory beside the arrays on the devices: a part of the largest tensor.
+"""Host memory for reading and writing, beside the arrays on the devices: less than twice the largest tensor.
 
 See ``memory_worker.py`` for what is measured.
 """
@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def shapes_of(values):
-    """The tensors of a model by name."""
+    """The shapes of a model's tensors by name."""
     config = read_config(values)
     state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     parameters = stored(FAMILIES[values["model_type"]], config, nnx.to_pure_dict(state))
@@ -45,16 +45,16 @@ def shapes_of(values):
 
 
 def build(folder, values):
-    """A folder of some numbers, written a piece at a time; gives the bytes of the largest tensor."""
+    """Writes a model of arbitrary numbers, a piece at a time; returns the bytes of the largest tensor."""
     folder.mkdir()
     tensors = {name: (np.dtype(np.float32), shape) for name, shape in sorted(shapes_of(values).items())}
     (layout,) = files.lay_out(tensors, 10**12)
     files.create(folder, [layout])
-    some = np.random.default_rng(0).normal(0, 0.02, 2**20).astype(np.float32)
+    piece = np.random.default_rng(0).normal(0, 0.02, 2**20).astype(np.float32)
     for start, entry in enumerate(layout.entries.values()):
         flat = files.writable(folder, entry).reshape(-1)
-        for at in range(0, flat.size, some.size):
-            flat[at : at + some.size] = np.roll(some, start)[: flat.size - at]
+        for offset in range(0, flat.size, piece.size):
+            flat[offset : offset + piece.size] = np.roll(piece, start)[: flat.size - offset]
     released.write_config(folder, values)
     return max(4 * int(np.prod(shape)) for _, shape in tensors.values())
 
@@ -77,7 +77,7 @@ GPT_OSS |= {"vocab_size": 512, "hidden_size": 768, "intermediate_size": 768, "nu
 
 
 def packed(name, shape):
-    """The tensors of a tensor in files: those of experts are in MXFP4."""
+    """Names, dtypes and shapes of a tensor in files; experts are stored in MXFP4 as two tensors."""
     if "experts" not in name or name.endswith("bias"):
         return {name: (np.dtype(np.float32), shape)}
     experts, width, rows = shape
@@ -86,21 +86,21 @@ def packed(name, shape):
 
 
 def build_packed(folder, values):
-    """A folder of random experts and other numbers that are all alike; gives the bytes of the largest in float32."""
+    """Writes random experts and constant other tensors; returns the bytes of the largest tensor in float32."""
     folder.mkdir()
     shapes, draw = shapes_of(values), np.random.default_rng(0)
     tensors = {name: kind for each in sorted(shapes) for name, kind in packed(each, shapes[each]).items()}
     (layout,) = files.lay_out(tensors, 10**12)
     files.create(folder, [layout])
     for entry in layout.entries.values():
-        number = draw.integers(100, 130, entry.shape, np.uint8) if entry.dtype == np.uint8 else 0.01
-        files.writable(folder, entry)[...] = number
+        content = draw.integers(100, 130, entry.shape, np.uint8) if entry.dtype == np.uint8 else 0.01
+        files.writable(folder, entry)[...] = content
     released.write_config(folder, values)
     return max(4 * int(np.prod(shape)) for shape in shapes.values())
 
 
 def test_experts_in_mxfp4_are_unpacked_a_part_at_a_time(tmp_path):
-    """Beside the parameter's part there is the whole tensor in bfloat16, and no more of it in float32."""
+    """The host holds the whole tensor in bfloat16, but only a part of it in float32."""
     largest = build_packed(tmp_path / "model", GPT_OSS)
     build_packed(tmp_path / "tiny", GPT_OSS | TINY | {"num_local_experts": 4})
     found = run(tmp_path / "model", tmp_path / "out", tmp_path / "tiny")
@@ -110,7 +110,7 @@ def test_experts_in_mxfp4_are_unpacked_a_part_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.wide)])
-def test_beside_the_arrays_less_than_twice_the_largest_tensor(size, tmp_path):
+def test_memory_beside_the_arrays_is_less_than_twice_the_largest_tensor(size, tmp_path):
     values = HEADS | SIZES[size]
     largest = build(tmp_path / "model", values)
     build(tmp_path / "tiny", values | TINY)

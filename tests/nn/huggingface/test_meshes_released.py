@@ -1,4 +1,4 @@
-"""Released models onto meshes of four devices and back: every shard, and every byte that is written."""
+"""Released models read onto meshes of four devices and written back: every shard and every byte is compared."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from posjax.nn.huggingface.load import named_parameters
 
 
 def sized(values):
-    """A model with an even vocabulary, as wide as the others, so that they share what moves their tensors."""
+    """A config with an even vocabulary and one width for all models, so that they share compiled programs."""
     return values | {"vocab_size": 102} | ({"hidden_size": 48} if "hidden_size" in values else {})
 
 
@@ -30,7 +30,7 @@ CASES = {
     "gpt2": FAMILIES["gpt2"],
     "phi3": FAMILIES["phi3"],
     "falcon": FAMILIES["falcon"],
-    # Three heads of keys cannot be split in two, so they are whole; half of the queries cuts through a group of two.
+    # Three key heads cannot be split in two, so each device has all of them. Half of the queries cuts a group of two.
     "llama, three": FAMILIES["llama"] | THREE,
     "phi3, three": FAMILIES["phi3"] | THREE,
     "falcon, three": FAMILIES["falcon"] | THREE,
@@ -42,7 +42,7 @@ SPLITS = {
     "fsdp": {"embed": ("data", "tensor")},
     "tensor": {"heads": ("data", "tensor"), "kv_heads": ("data", "tensor"), "mlp": ("data", "tensor")},
 }
-"""Which axes of the mesh the logical axes of parameters lie along, where they divide them."""
+"""The mesh axes of each logical axis of the parameters, where they divide it."""
 
 
 @cache
@@ -52,7 +52,7 @@ def mesh(kind="auto"):
 
 
 def sharding(split, kind="auto"):
-    """The function that ``from_pretrained`` takes."""
+    """The function for the argument ``sharding`` of ``from_pretrained``."""
 
     def fits(axis, size):
         names = SPLITS[split].get(axis, ())
@@ -64,7 +64,7 @@ def sharding(split, kind="auto"):
 
 @pytest.fixture(scope="module")
 def case(request, tmp_path_factory):
-    """The name of a model, the folder that it was written to from one device, and the model."""
+    """The name of a model, the folder that one device has written it to, and the model."""
     folder = tmp_path_factory.mktemp("one")
     values = CASES[request.param]
     decoder = released.random_decoder(values)
@@ -73,7 +73,7 @@ def case(request, tmp_path_factory):
 
 
 def assert_shards(found, wanted):
-    """Every shard has the numbers of its place in the whole array, and the shards together are all of it."""
+    """Every shard equals its part of the whole array, and the shards together cover the array."""
     chex.assert_equal_shape([found, wanted])
     assert found.dtype == wanted.dtype
     whole, covered = np.asarray(wanted), np.zeros(wanted.shape, bool)
@@ -139,12 +139,12 @@ def assert_shapes(decoder, wanted):
         assert {shard.data.shape for shard in named[name].addressable_shards} == {shape}, name
 
 
-# Every model and every way to split it, and all shapes from above.
+# Every model, every split, and all shapes from above.
 COVERING = [*SHAPES, ("phi3", "fsdp"), ("gemma3", "fsdp"), ("llama, three", "tensor"), ("gpt2", "tensor")]
 
 
 def with_wide(few, every):
-    """The few, and the others in the wide grid."""
+    """The cases in ``few``; the other cases of ``every`` are marked as wide."""
     return [*few, *(pytest.param(*each, marks=pytest.mark.wide) for each in every if each not in few)]
 
 
@@ -186,17 +186,17 @@ def test_a_split_model_gives_the_logits_and_the_greedy_text_of_one_device(name, 
     one = released.random_decoder(values)
     save_pretrained(one, tmp_path / "one", family=values["model_type"])
     tokens = np.random.default_rng(0).integers(3, 100, (2, 40))
-    wanted, text = released.logits_and_greedy_tokens(one, tokens)
+    wanted, wanted_text = released.logits_and_greedy_tokens(one, tokens)
     with jax.set_mesh(mesh()):
         split_model = from_pretrained(tmp_path / "one", sharding=sharding(split))
-        found, same = released.logits_and_greedy_tokens(split_model, tokens)
+        found, found_text = released.logits_and_greedy_tokens(split_model, tokens)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(same, text)
+    np.testing.assert_array_equal(found_text, wanted_text)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_mesh_may_be_in_use(kind, tmp_path):
-    """And all on one device even so."""
+    """Also when the model is read onto one device."""
     decoder = released.random_decoder(CASES["falcon"])
     save_pretrained(decoder, tmp_path / "one", max_file_bytes=50_000)
     with jax.set_mesh(mesh(kind)):
@@ -217,18 +217,18 @@ def test_layers_cannot_be_split(tmp_path):
         from_pretrained(tmp_path / "one", sharding=lambda axes, shape: NamedSharding(mesh(), P("data")))
 
 
-def test_what_is_asked_for_is_what_parameters_have(tmp_path):
-    """The function is given the names of the axes and the whole shape, of every parameter."""
+def test_parameters_have_the_requested_sharding(tmp_path):
+    """The function gets the axis names and the whole shape of every parameter."""
     save_pretrained(released.random_decoder(CASES["gpt2"]), tmp_path / "one")
-    asked = []
+    calls = []
 
     def record(axes, shape):
-        asked.append((axes, shape, sharding("grid")(axes, shape)))
-        return asked[-1][-1]
+        calls.append((axes, shape, sharding("grid")(axes, shape)))
+        return calls[-1][-1]
 
     named = dict(named_parameters(released.parameters(from_pretrained(tmp_path / "one", sharding=record))))
-    assert [(shape, given) for _, shape, given in asked] == [(leaf.shape, leaf.sharding) for leaf in named.values()]
-    found = dict(zip(named, [axes for axes, _, _ in asked], strict=True))
+    assert [(shape, given) for _, shape, given in calls] == [(leaf.shape, leaf.sharding) for leaf in named.values()]
+    found = dict(zip(named, [axes for axes, _, _ in calls], strict=True))
     assert found["stacks/0/0/attention/q"] == ("layers", "embed", "heads", "head_dim")
     assert found["stacks/0/0/mlp/down_bias"] == ("layers", "embed")
     assert found["embed"] == ("vocab", "embed")

@@ -41,7 +41,7 @@ def test_the_numbers_are_those_of_transformers(packed):
     np.testing.assert_array_equal(found.astype(np.float32), wanted)
 
 
-def test_a_packed_tensor_has_the_name_and_shape_that_it_has_elsewhere(packed):
+def test_a_packed_tensor_has_the_name_and_shape_of_an_unpacked_one(packed):
     source = Mxfp4(files.TensorFolder(packed[0]))
     assert set(source.entries) == {NAME, "model.norm.weight"}
     assert source.entries[NAME].shape == source.tensor(NAME).shape == (3, 64, 5)
@@ -67,7 +67,7 @@ def test_blocks_and_scales_that_do_not_belong_together(change, words, tmp_path):
 
 def test_a_byte_holds_two_numbers_the_lower_half_first(tmp_path):
     blocks = np.zeros((1, 1, 1, 16), np.uint8)
-    blocks[..., 0] = 0x2F  # 15 is -6, then 2 is 1
+    blocks[..., 0] = 0x2F  # code 0xF is -6, then code 2 is 1
     arrays = {f"{NAME}_blocks": blocks, f"{NAME}_scales": np.full((1, 1, 1), 128, np.uint8)}
     layouts = files.lay_out({name: (array.dtype, array.shape) for name, array in arrays.items()}, 10**9)
     files.create(tmp_path, layouts)

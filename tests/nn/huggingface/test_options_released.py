@@ -1,6 +1,6 @@
-"""Options of ``config.json`` that change the numbers: read as transformers reads them.
+"""Options of ``config.json`` that change the logits are read as transformers reads them.
 
-Those that are refused are in ``test_refusals_released.py``.
+Options that are refused are in ``test_refusals_released.py``.
 """
 
 import json
@@ -59,7 +59,7 @@ OPTIONS = {
 
 
 def changed(name):
-    """The config of a case; a key of None is left out, but for ``sliding_window``."""
+    """The config of a case. Keys with the value None are left out, except ``sliding_window``."""
     case, changes = OPTIONS[name]
     values = released.CASES[case] | changes
     kept = {key: value for key, value in values.items() if value is not None or key == "sliding_window"}

@@ -1,4 +1,4 @@
-"""What released models have and a decoder has not, the other way round, and what is accepted of old releases."""
+"""Released models that Decoder refuses, decoders that no released layout can store, and old releases that are read."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ def decoder(**options):
 
 
 def rewritten(model, folder, change):
-    """The folder of a model whose tensors ``change`` has turned into others."""
+    """A folder with the model, after ``change`` has edited its tensors."""
     save_pretrained(model, folder / "before")
     source = TensorFolder(folder / "before")
     tensors = {name: np.array(source.tensor(name)) for name in source.entries}
@@ -238,7 +238,7 @@ def test_values_of_a_wrong_kind_are_named_by_their_key(name):
 
 @pytest.mark.parametrize("case", released.CASES)
 def test_every_key_may_be_missing_or_of_any_kind(case):
-    """Then it is read or refused by a ValueError, and by nothing else."""
+    """The config is then read, or refused with a ValueError and no other error."""
     values = released.CASES[case]
     for key in values:
         for changed in ({}, *({key: wrong} for wrong in (None, "x", [], ["a"], {"a": 1}, -1, 0, 1.5, True))):
@@ -248,12 +248,12 @@ def test_every_key_may_be_missing_or_of_any_kind(case):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_that_no_decoder_can_be(name):
+def test_configs_that_decoder_does_not_support(name):
     values, words = CONFIGS[name]
     refuse(words, read_config, values)
 
 
-def test_a_text_config_with_nothing_in_it_says_nothing():
+def test_an_empty_text_config_is_ignored():
     assert read_config(LLAMA | {"text_config": None}) == read_config(LLAMA)
 
 
@@ -291,7 +291,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_decoders_that_no_layout_can_say(name, tmp_path):
+def test_decoders_that_no_layout_can_store(name, tmp_path):
     options, words = SCHEMES[name]
     refuse(
         [*words, "no released layout can store this decoder; the reason for llama: "],
@@ -408,7 +408,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_decoders_that_the_named_layout_cannot_say(name, tmp_path):
+def test_decoders_that_the_named_layout_cannot_store(name, tmp_path):
     family, options, words = NAMED[name]
     refuse(words, save_pretrained, decoder(**options), tmp_path / "out", family=family)
     assert list(tmp_path.iterdir()) == []
@@ -444,21 +444,21 @@ def test_a_folder_with_a_model_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "out").write_text("stays")
     refuse([f"{tmp_path}/out is a file; choose a folder"], save_pretrained, decoder(), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_is_not_ours_stays_and_nothing_is_left_of_what_failed(tmp_path, monkeypatch):
-    """A folder beside the one that is written may bear any name."""
+def test_other_folders_stay_and_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    """Another folder in the same place may have any name, even ``out.partial``."""
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "letter").write_text("stays")
 
-    def full(*_):
+    def disk_full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("posjax.nn.huggingface.save._write", full)
+    monkeypatch.setattr("posjax.nn.huggingface.save._write", disk_full)
     with pytest.raises(OSError, match="no space left"):
         save_pretrained(decoder(), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial"]
@@ -470,7 +470,7 @@ def test_what_is_not_ours_stays_and_nothing_is_left_of_what_failed(tmp_path, mon
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", files.INDEX])
 def test_tensors_without_a_config_are_left_alone(name, tmp_path):
-    """They would be mixed with the new ones: whatever reads the folder takes some of both."""
+    """Otherwise a reader of the folder would mix them with the new tensors."""
     (tmp_path / name).write_bytes(b"tensors of another model")
     refuse(
         [f"{tmp_path} holds a model already; choose another folder (found {name})"],
@@ -487,7 +487,7 @@ def test_a_folder_with_other_files_is_written_into(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
-def test_what_arguments_must_be(tmp_path):
+def test_arguments_are_checked(tmp_path):
     refuse(["max_file_bytes must be positive, found 0"], save_pretrained, decoder(), tmp_path / "out", max_file_bytes=0)
     save_pretrained(decoder(), tmp_path / "out")
     refuse(["scheme"], from_pretrained, tmp_path / "out", scheme=pj.scheme("alibi"))
@@ -499,11 +499,11 @@ def test_what_arguments_must_be(tmp_path):
 
 
 def buffers(family, layers):
-    """The buffers that old releases of a family hold, of every layer."""
-    ones = {"gpt2": ("attn.bias", "attn.masked_bias"), "gptj": ("attn.bias", "attn.masked_bias")}
-    ones |= {"gpt_neox": ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq")}
-    ones |= {"llama": ("self_attn.rotary_emb.inv_freq",), "falcon": ("self_attention.rotary_emb.inv_freq",)}
-    return {f"{layers}.{n}.{name}": np.ones((1, 1, 3, 3), np.float32) for n in range(2) for name in ones[family]}
+    """The buffers that old releases of a family have in every layer."""
+    names = {"gpt2": ("attn.bias", "attn.masked_bias"), "gptj": ("attn.bias", "attn.masked_bias")}
+    names |= {"gpt_neox": ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq")}
+    names |= {"llama": ("self_attn.rotary_emb.inv_freq",), "falcon": ("self_attention.rotary_emb.inv_freq",)}
+    return {f"{layers}.{n}.{name}": np.ones((1, 1, 3, 3), np.float32) for n in range(2) for name in names[family]}
 
 
 OLD = {
@@ -517,7 +517,7 @@ OLD = {
 
 @pytest.mark.parametrize("name", OLD)
 def test_buffers_of_old_releases_and_names_without_a_prefix(name, tmp_path):
-    """As the released GPT-2 has them: ``h.0.attn.bias`` is a mask."""
+    """The released GPT-2 has both: ``h.0.attn.bias`` is a mask."""
     model, prefix = released.random_decoder(released.CASES[name]), FAMILIES[name].prefix
 
     def older(tensors):
@@ -526,13 +526,13 @@ def test_buffers_of_old_releases_and_names_without_a_prefix(name, tmp_path):
     folder = rewritten(model, tmp_path, older)
     found = from_pretrained(folder)
     jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
-    # They are no parameters: what is written back is without them.
+    # Buffers are not parameters, so they are not written back.
     save_pretrained(found, tmp_path / "back", like=folder)
     assert TensorFolder(tmp_path / "back").entries.keys() == TensorFolder(tmp_path / "before").entries.keys()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-yarn", "bloom", "mpt", "falcon"])
-def test_a_tied_head_may_be_there_all_the_same(name, tmp_path):
+def test_a_tied_head_may_be_stored_all_the_same(name, tmp_path):
     values = released.CASES[name] | {"tie_word_embeddings": True}
     views = FAMILIES[values["model_type"]].tensors(read_config(values))
     head, embedding = views["head"].name, views["embed"].name
@@ -543,7 +543,7 @@ def test_a_tied_head_may_be_there_all_the_same(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
 
 
-def test_a_head_of_its_own_beside_a_tied_one_is_refused(tmp_path):
+def test_a_head_that_differs_from_its_tied_embedding_is_refused(tmp_path):
     model = released.random_decoder(released.CASES["llama-yarn"])
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: tensors[embedding] + 1})

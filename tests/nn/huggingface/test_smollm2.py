@@ -83,18 +83,18 @@ def test_greedy_text_is_that_of_transformers(ours, theirs, tokens):
     cache = ours.init_cache(1, 64, chunk=32)
     decode = jax.jit(lambda t, c: ours.decode(t, c, length=64))
     logits, cache = decode(jnp.asarray(prompt), cache)
-    made = []
+    picked = []
     for _ in range(20):
-        made.append(int(logits[0, -1].argmax()))
-        logits, cache = decode(jnp.asarray([[made[-1]]]), cache)
-    assert made == wanted[0, 32:].tolist()
+        picked.append(int(logits[0, -1].argmax()))
+        logits, cache = decode(jnp.asarray([[picked[-1]]]), cache)
+    assert picked == wanted[0, 32:].tolist()
 
 
 def test_the_exported_folder_is_the_model(folder, theirs):
     import transformers
 
-    again, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told.values()), told
+    again, loading_info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
     wanted = theirs.state_dict()
     assert all((value == wanted[name]).all() for name, value in again.state_dict().items())
     values = json.loads((folder / "config.json").read_text())
@@ -105,8 +105,8 @@ def test_the_exported_folder_is_read_as_the_same_model(ours, folder):
     chex.assert_trees_all_equal(*(nnx.to_pure_dict(nnx.state(each)) for each in (from_pretrained(folder), ours)))
 
 
-def test_onto_a_mesh_of_four_it_takes_little_beside_its_arrays(folder, tmp_path):
-    """And back: less than twice the largest tensor, the embedding of 113 MB."""
+def test_on_a_mesh_of_four_it_needs_little_memory_beside_its_arrays(folder, tmp_path):
+    """Reading and writing each need less than twice the largest tensor, the embedding of 113 MB."""
     build(tmp_path / "tiny", json.loads((folder / "config.json").read_text()) | TINY)
     found = run(folder, tmp_path / "out", tmp_path / "tiny")
     print(found)
@@ -134,7 +134,7 @@ def test_the_tokenizer_is_that_of_transformers(folder):
 
 
 def test_a_chat_is_read_as_transformers_reads_it(folder):
-    """With its special tokens, but for generation alone: in a text to train on they are text."""
+    """Special tokens are recognised in prompts for generation only. In training text they are plain text."""
     import transformers
 
     path, name = os.path.split(FILE)

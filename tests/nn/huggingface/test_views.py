@@ -13,7 +13,7 @@ EMBED, HEADS, KV, EACH, SIZE, MLP = 6, 6, 2, 3, 4, 5
 
 
 class Case(NamedTuple):
-    """A pattern, a part, the shape of the tensor, and the parameter of a tensor in plain NumPy."""
+    """A pattern, a part, the shape of the tensor, and the function from tensor to parameter in plain NumPy."""
 
     pattern: str
     part: int | None
@@ -22,17 +22,17 @@ class Case(NamedTuple):
 
 
 def rows(start, count):
-    """Queries, keys or values of rows that are those of all queries, then of all keys, then of all values."""
+    """Reads ``count`` heads from head ``start``, of rows for all queries, then all keys, then all values."""
     return lambda x: x[start * SIZE : (start + count) * SIZE].reshape(count, SIZE, EMBED).transpose(2, 0, 1)
 
 
 def neox(part):
-    """Of rows in which every head has its query, its key and its value."""
+    """Reads one part of rows in which every head has its query, its key and its value."""
     return lambda x: np.stack([x[(3 * h + part) * SIZE : (3 * h + part + 1) * SIZE].T for h in range(HEADS)], axis=1)
 
 
 def falcon(columns):
-    """Of rows of groups, each of EACH queries, a key and a value."""
+    """Reads rows of groups. Each group has EACH queries, a key and a value; ``columns`` are places in it."""
 
     def read(x):
         heads = [group * (EACH + 2) + at for group in range(KV) for at in columns]
@@ -81,7 +81,7 @@ def view_of(case):
 
 
 def numbered(shape):
-    """A tensor whose numbers are all different and none is 0."""
+    """A tensor of distinct numbers other than 0."""
     return np.arange(1.0, np.prod(shape) + 1, dtype=np.float32).reshape(shape)
 
 
@@ -107,7 +107,7 @@ def test_a_parameter_is_what_numpy_makes_of_the_tensor(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_part_is_that_of_the_whole(name):
+def test_a_part_is_read_as_that_part_of_the_parameter(name):
     """Random ranges, which cut through heads and groups of heads."""
     case, view = CASES[name], view_of(CASES[name])
     tensor, wanted = numbered(case.shape), case.wanted(numbered(case.shape))
@@ -162,7 +162,7 @@ def test_shards_of_every_split_make_the_whole():
         np.testing.assert_array_equal(case.wanted(back), wanted)
 
 
-def test_numbers_take_the_dtype_that_is_asked_for():
+def test_numbers_have_the_requested_dtype():
     case = CASES["heads"]
     found = view_of(case).read(numbered(case.shape), SIZES, whole((6, 6, 4)), np.dtype(np.float16))
     assert found.dtype == np.float16

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back, what counts as whole, what is kept, and what happens to the rest."""
+"""Checkpoints: what is restored, which are whole, which are kept, and what happens to the others."""
 
 import json
 import re
@@ -36,7 +36,7 @@ Moments = namedtuple("Moments", "count mean")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Stands in for a `TrainState`, which is a dataclass with a field `parameters`."""
+    """A stub of `TrainState`, which is a dataclass with a field `parameters`."""
 
     step: Any
     parameters: Any
@@ -49,13 +49,13 @@ def mesh(rows: int, columns: int) -> Mesh:
 
 
 def matrix_of(number: int) -> np.ndarray:
-    """Finite numbers that do not compress, and are too many for TensorStore's index, which it checks itself."""
+    """Finite numbers that do not compress, too many to fit into TensorStore's index, which has its own checksum."""
     bits = np.random.default_rng(number).integers(0, 2**32, (8, 1200), np.uint32)
     return (bits & np.uint32(0xBFFFFFFF)).view(np.float32)
 
 
 def state(number: int, on: Mesh | None = None, matrix: Any = ("x", "y")) -> State:
-    """Values that differ by place and `number`, spread over a mesh."""
+    """Values that differ by position and by `number`, sharded over a mesh."""
     on = on or mesh(2, 4)
 
     def put(values, spec):
@@ -140,7 +140,7 @@ def largest(folder):
 
 
 def flip(place):
-    """One bit in the middle of a file."""
+    """Flips one bit in the middle of a file."""
     whole = place.read_bytes()
     middle = len(whole) // 2
     place.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
@@ -158,7 +158,7 @@ def empty(folder):
 
 
 def change_value(folder, value):
-    """Flips a bit of a row of values, wherever it stands in a folder's files."""
+    """Flips a bit of a row of values, in whichever file of the folder holds it."""
     piece = value.tobytes()[:16]
     [place] = [place for place in folder.rglob("d/*") if piece in place.read_bytes()]
     place.write_bytes(place.read_bytes().replace(piece, bytes([piece[0] ^ 1]) + piece[1:]))
@@ -243,11 +243,11 @@ def test_a_damaged_newest_checkpoint_is_named_kept_and_skipped_for_the_one_befor
     chex.assert_trees_all_equal(found, state(3))
     assert names(copy) == {"3", "6.damaged"}
     assert contents(copy / "checkpoints" / "6.damaged") == before
-    told = capsys.readouterr().err
-    assert told.startswith(f"warning: the checkpoint of step 6 in {copy / 'checkpoints'} is damaged (")
-    assert problem in told
-    assert told.endswith("); it is kept as 6.damaged, and skipped\n")
-    assert told.count("\n") == 1
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: the checkpoint of step 6 in {copy / 'checkpoints'} is damaged (")
+    assert problem in warning
+    assert warning.endswith("); it is kept as 6.damaged, and skipped\n")
+    assert warning.count("\n") == 1
 
 
 def test_any_other_bit_in_any_file_is_noticed_or_changes_nothing(copy):
@@ -264,7 +264,7 @@ def test_any_other_bit_in_any_file_is_noticed_or_changes_nothing(copy):
             chex.assert_trees_all_equal(restored(copy)[1], state(6))
         (folder / name).write_bytes(whole)
     assert damages(folder) == []
-    # Orbax keeps the indices of the processes' parts, beside the values, and reads the one that it made of them.
+    # Orbax keeps an index of each process's part beside the values, but reads only the index that it merged from them.
     assert all("/ocdbt.process_0/d/" in name for name in unread)
 
 
@@ -310,12 +310,10 @@ def test_any_number_of_processes_seals_and_checks(copy, sealing, checking):
     folder = copy / "checkpoints" / "6"
     arrays = integrity.read_seal(folder).arrays
     shutil.rmtree(folder / "checksums")
-    sealed = {place.name for place in folder.glob("checksums/*")}
     for process in range(sealing):
         assert "not completely written" in integrity.problem(folder)
         integrity.seal(folder, process, sealing, {} if process else arrays)
     parts = [json.loads(place.read_text())["files"] for place in folder.glob("checksums/*")]
-    assert not sealed
     assert sorted(name for part in parts for name in part) == sorted(integrity.files(folder))
     problems = [integrity.problem(folder, process, checking) for process in range(checking)]
     assert problems == [""] * checking
@@ -340,8 +338,8 @@ def test_the_devices_and_the_files_give_the_same_digests(two, readers):
         assert digest.by_name(digest.names(items), digest.digests(items)) == whole
 
 
-def test_what_cannot_be_read_for_another_reason_is_no_damage(copy, monkeypatch):
-    """The checkpoint stays where it is, and the error is told."""
+def test_what_cannot_be_read_for_another_reason_is_not_damaged(copy, monkeypatch):
+    """The checkpoint stays where it is, and the error is raised."""
 
     def read(*_):
         raise OSError("the network is unreachable")
@@ -377,8 +375,8 @@ def test_a_file_that_is_gone_when_it_is_read_is_missing(copy, monkeypatch):
     assert integrity.problem(copy / "checkpoints" / "6").endswith("run/metadata is missing")
 
 
-def test_arrays_that_cannot_be_read_are_no_damage(copy, monkeypatch):
-    """TensorStore's words for it come as a ValueError, as those for damage do."""
+def test_arrays_that_cannot_be_read_are_not_damaged(copy, monkeypatch):
+    """TensorStore raises a ValueError for it, as it does for damage."""
 
     def unavailable(*_):
         raise ValueError("UNAVAILABLE: Error reading the database")
@@ -388,7 +386,7 @@ def test_arrays_that_cannot_be_read_are_no_damage(copy, monkeypatch):
         damages(copy / "checkpoints" / "6")
 
 
-def test_every_damage_of_a_run_is_told(copy, capsys):
+def test_every_damage_of_a_run_is_reported(copy, capsys):
     write_file(copy / "config.yaml", dump(config()))
     assert main(["verify", str(copy)]) == 0
     assert capsys.readouterr().out == "step 6: whole\nstep 3: whole\n"
@@ -396,9 +394,9 @@ def test_every_damage_of_a_run_is_told(copy, capsys):
     lines = [f"step 6: {damage(copy / 'checkpoints' / '6')}" for damage in (garble, change_a_moment, change_a_weight)]
     (copy / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
     assert main(["verify", str(copy)]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert set(told[:3]) == set(lines)
-    assert told[3:] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert set(printed[:3]) == set(lines)
+    assert printed[3:] == [
         "step 3: whole",
         "9.orbax-checkpoint-tmp is not finished: a run is saving it, or was killed then",
     ]
@@ -417,14 +415,14 @@ def test_the_newest_checkpoint_may_be_in_the_middle_of_a_save(copy, capsys, leav
     assert "step 3: it was not completely written" in capsys.readouterr().out
 
 
-def test_a_run_without_checkpoints_is_told(tmp_path, capsys):
+def test_a_run_without_checkpoints_is_reported(tmp_path, capsys):
     write_file(tmp_path / "config.yaml", dump(config()))
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'checkpoints'} holds no checkpoint\n"
 
 
-def test_a_run_where_no_checkpoint_can_be_is_refused_and_not_called_damaged(two, capsys):
-    """TensorStore does not read there."""
+def test_a_run_where_checkpoints_cannot_exist_is_refused_and_not_called_damaged(two, capsys):
+    """TensorStore cannot read from memory://."""
     system = fsspec.filesystem("memory")
     system.put(str(two / "checkpoints"), "/elsewhere/checkpoints", recursive=True)
     system.pipe("/elsewhere/config.yaml", dump(config()).encode())
@@ -445,7 +443,7 @@ def test_a_step_that_was_damaged_is_saved_again_and_again(copy):
     chex.assert_trees_all_equal(found, state(6))
 
 
-def test_a_run_that_restores_a_damaged_step_goes_on_from_the_one_before_and_saves_it_again(copy):
+def test_a_run_that_restores_a_damaged_step_resumes_from_the_one_before_and_saves_it_again(copy):
     change_a_weight(copy / "checkpoints" / "6")
     with Checkpoints(config(), copy, TEXT) as checkpoints:
         saved = checkpoints.resume(lambda saved: checkpoints.restore(saved, abstract(state(0))) and saved)
@@ -455,7 +453,7 @@ def test_a_run_that_restores_a_damaged_step_goes_on_from_the_one_before_and_save
     chex.assert_trees_all_equal(restored(copy)[1], state(6))
 
 
-def test_what_was_being_written_is_named_and_removed(copy, capsys):
+def test_an_unfinished_checkpoint_is_named_and_removed(copy, capsys):
     shutil.copytree(copy / "checkpoints" / "6", copy / "checkpoints" / "9.orbax-checkpoint-tmp")
     assert restored(copy)[0].step == 6
     assert names(copy) == {"3", "6"}
@@ -465,7 +463,7 @@ def test_what_was_being_written_is_named_and_removed(copy, capsys):
     )
 
 
-def test_when_all_are_damaged_all_are_told_and_none_is_lost(copy, capsys):
+def test_when_all_are_damaged_all_are_named_and_none_is_lost(copy, capsys):
     before = {step: contents(copy / "checkpoints" / step) for step in ("3", "6")}
     for step in ("3", "6"):
         place = largest(copy / "checkpoints" / step)
@@ -497,7 +495,7 @@ def test_the_newest_and_the_last_of_each_finished_stage_are_kept(stages, keep, s
     assert kept_steps(stages, keep, saving) == kept
 
 
-def test_the_policy_holds_on_disk_and_after_coming_back(tmp_path):
+def test_the_policy_holds_on_disk_and_after_a_restart(tmp_path):
     for saves in ([(3, 0), (6, 0)], [(9, 1), (12, 1), (15, 1)], [(18, 2)]):
         with Checkpoints(config(keep=1), tmp_path, TEXT) as checkpoints:
             for step, stage in saves:
@@ -530,12 +528,12 @@ def test_saving_does_not_wait_and_the_one_before_stays_until_the_new_one_is_whol
         assert next(whole_steps(tmp_path)) == 3
         allowed.set()
         checkpoints.save(9, 0, state(9), None)
-    # Other processes may be slower to seal 6, so 3 stays until all have come to the next save.
+    # Other processes may be slower to seal 6, so 3 stays until all have reached the next save.
     assert whole == [(6, 3, {"3", "6"}), (9, 6, {"3", "6", "9"})]
     assert names(tmp_path) == {"9"}
 
 
-def test_a_save_that_failed_is_told_and_takes_nothing_with_it(copy, monkeypatch):
+def test_a_failed_save_is_reported_and_removes_nothing(copy, monkeypatch):
     def seal(*_):
         raise OSError(28, "No space left on device")
 
@@ -558,7 +556,7 @@ def test_another_config_or_another_text_is_refused_and_nothing_changes(two):
 
 
 def flip_everywhere(folder):
-    """A bit of every 512th byte of the largest file of the parameters' values."""
+    """Flips a bit in every 512th byte of the largest file of parameter values."""
     place = largest(folder / "parameters" / "ocdbt.process_0")
     content = bytearray(place.read_bytes())
     content[::512] = bytes(byte ^ 1 for byte in content[::512])
@@ -578,13 +576,13 @@ def test_a_model_is_restored_from_the_newest_whole_checkpoint(tmp_path, capsys, 
     assert found == config()
     chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(model)), jax.tree.map(lambda x: x + 3, parameters))
     assert names(tmp_path) == {"3", "6"}
-    told = capsys.readouterr().err
-    assert told.startswith(f"warning: the checkpoint of step 6 in {tmp_path / 'checkpoints'} is damaged (")
-    assert told.count("\n") == 1
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: the checkpoint of step 6 in {tmp_path / 'checkpoints'} is damaged (")
+    assert warning.count("\n") == 1
 
 
 def test_all_processes_go_through_the_same_checkpoints(copy, monkeypatch):
-    """As on process 1, whose view of the disk lags behind that of process 0."""
+    """Process 1 sees another state of the disk than process 0, but follows the decisions of process 0."""
     answers = []
 
     def on_the_first(function):
@@ -599,7 +597,7 @@ def test_all_processes_go_through_the_same_checkpoints(copy, monkeypatch):
     assert list(whole_steps(copy)) == [6, 3]
 
 
-def test_the_format_is_the_documented_one_and_orbax_reads_it_alone(two):
+def test_the_format_is_the_documented_one_and_orbax_can_read_it_by_itself(two):
     folder = two / "checkpoints" / "6"
     assert {place.name for place in folder.iterdir() if place.is_dir()} == {
         "parameters",
@@ -635,7 +633,7 @@ def test_an_object_store_is_checked_and_cleaned_alike(two, capsys):
 
 
 def test_what_an_object_store_holds_unfinished_is_removed_and_what_was_finished_is_kept(two, capsys):
-    """Orbax renames nothing there: it writes a file last of all."""
+    """There Orbax renames no folder at the end; it writes commit_success.txt last."""
     system, root = fsspec.filesystem("memory"), "/cut/checkpoints"
     for step in ("3", "6", "7", "9"):
         system.put(str(two / "checkpoints" / "6"), f"{root}/{step}", recursive=True)
@@ -649,7 +647,7 @@ def test_what_an_object_store_holds_unfinished_is_removed_and_what_was_finished_
     assert "step 9 in memory://cut/checkpoints was not finished when the run ended" in capsys.readouterr().err
 
 
-def test_a_removal_that_was_cut_off_is_ended(two, tmp_path, monkeypatch, capsys):
+def test_a_removal_that_was_cut_off_is_completed(two, tmp_path, monkeypatch, capsys):
     """On a disk, and in an object store."""
     folder = shutil.copytree(two, tmp_path / "copy") / "checkpoints"
     with monkeypatch.context() as patch:
@@ -659,8 +657,8 @@ def test_a_removal_that_was_cut_off_is_ended(two, tmp_path, monkeypatch, capsys)
     system, root = fsspec.filesystem("memory"), "/removed/checkpoints"
     system.put(str(two / "checkpoints"), root, recursive=True)
     with monkeypatch.context() as patch:
-        original, asked = type(system).rm, iter((True, False))
-        patch.setattr(type(system), "rm", lambda *place, **how: original(*place, **how) if next(asked) else None)
+        original, removes = type(system).rm, iter((True, False))
+        patch.setattr(type(system), "rm", lambda *place, **how: original(*place, **how) if next(removes) else None)
         steps.remove(path(f"memory:/{root}/3"))
     assert len(system.find(f"{root}/3")) > 5
     assert steps.clean(path(f"memory:/{root}")) == [6]

@@ -64,7 +64,7 @@ def test_checkpoints_are_refused_where_their_arrays_cannot_be_written():
         Checkpoints(config(), path("memory://runs/x"), [])
 
 
-def test_runs_are_listed_for_a_folder_of_runs_alone_wherever_it_is(tmp_path):
+def test_runs_are_listed_only_for_a_folder_of_runs_on_disk_or_at_a_url(tmp_path):
     for root in (path(tmp_path), path("memory://several")):
         for name in ("a", "b", "b/profile"):
             (root / name).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A run that an earlier version saved is evaluated, goes on training and generates, as keepsake/README.txt says."""
+"""A run that an earlier version saved can be evaluated, resumed and used to generate text: see keepsake/README.txt."""
 
 import io
 import json
@@ -19,20 +19,20 @@ RECORDED = json.loads((KEEPSAKE / "recorded.json").read_text())
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """The run's directory, in a copy of the keepsake that is the working directory: its config has relative paths."""
+    """The run's directory. The working directory is a copy of the keepsake, because the config has relative paths."""
     shutil.copytree(KEEPSAKE, tmp_path, dirs_exist_ok=True)
     shutil.unpack_archive(tmp_path / "run.tar.gz", tmp_path, filter="data")
     monkeypatch.chdir(tmp_path)
     return Path("run")
 
 
-def test_it_measures_what_it_measured(run):
+def test_its_evaluation_gives_the_recorded_numbers(run):
     rows = evaluate(run, console=Console(file=io.StringIO()))
     found = [{name: row[name] for name in wanted} for row, wanted in zip(rows, RECORDED["evaluated"], strict=True)]
     assert found == [pytest.approx(wanted, rel=1e-4) for wanted in RECORDED["evaluated"]]
 
 
-def test_it_goes_on_training_from_its_last_checkpoint(run):
+def test_it_resumes_training_from_its_last_checkpoint(run):
     before = (run / "metrics.jsonl").read_text()
     found = fit(load("keepsake.yaml"))
     assert found.finished

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk of each host: resumed from where they are newer, whole, and of this run and mesh."""
+"""Local checkpoints on a disk of each host: a run uses them if they are newer, whole, and of the same run and mesh."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def straight(config, tmp_path_factory):
 
 
 def resumed_at(config, directory, monkeypatch):
-    """The first update of a run that goes on to its end."""
+    """Trains to the end of the run; returns its first update."""
     steps = []
     with monkeypatch.context() as patch:
         patch.setattr(loop.Monitor, "before", lambda self, step, state: steps.append(step))
@@ -57,17 +57,17 @@ def resumed_at(config, directory, monkeypatch):
     return steps[0]
 
 
-def held(folder):
+def local_steps(folder):
     return sorted(int(place.name) for place in folder.glob("*/0-of-1/*"))
 
 
-def test_a_run_goes_on_from_the_newest_of_both_bit_for_bit(config, straight, tmp_path, monkeypatch):
+def test_a_run_resumes_from_the_newer_of_both_kinds_bit_for_bit(config, straight, tmp_path, monkeypatch):
     wanted = with_local(config, tmp_path / "disk")
     for before, after in ((0, 3), (3, 4), (4, 7)):
         assert killed(wanted, tmp_path / "run", after, monkeypatch) == before + 1
         assert losses(tmp_path / "run") == straight[:after]
-        assert max(held(tmp_path / "disk")) == {3: 3, 4: 3, 7: 7}[after]
-    assert len(held(tmp_path / "disk")) <= 2
+        assert max(local_steps(tmp_path / "disk")) == {3: 3, 4: 3, 7: 7}[after]
+    assert len(local_steps(tmp_path / "disk")) <= 2
     assert resumed_at(wanted, tmp_path / "run", monkeypatch) == 8
     assert losses(tmp_path / "run") == straight
     assert not list((tmp_path / "disk").iterdir()), "nothing stays of a finished run"
@@ -75,7 +75,7 @@ def test_a_run_goes_on_from_the_newest_of_both_bit_for_bit(config, straight, tmp
 
 @pytest.fixture
 def stopped(config, tmp_path, monkeypatch):
-    """A run with a lasting checkpoint of 4 updates and a local one of 7."""
+    """A killed run with a permanent checkpoint of step 4 and a local one of step 7."""
     killed(with_local(config, tmp_path / "disk"), tmp_path / "run", 7, monkeypatch)
     return tmp_path
 
@@ -86,13 +86,13 @@ def newest_file(folder):
 
 def flip(folder):
     content = bytearray(newest_file(folder).read_bytes())
-    content[content.index(b"NUMPY") + 200] ^= 1  # in the first array, behind its header
+    content[content.index(b"NUMPY") + 200] ^= 1  # in the first array, after its header
     newest_file(folder).write_bytes(content)
     next((folder / "disk").glob("*/0-of-1/6")).rename(folder / "gone")
 
 
-def change_the_place(folder):
-    """Another batch would come next, as a bit that flips in the JSON has it."""
+def change_the_position(folder):
+    """Changes the position in the data, as a flipped bit in the JSON may do: another batch would come next."""
     content = newest_file(folder).read_bytes()
     for found in re.findall(rb'"next_index": \d', content):
         content = content.replace(found, found[:-1] + b"9")
@@ -101,25 +101,27 @@ def change_the_place(folder):
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "problem"),
     [
-        (flip, "has changed since it was written|Bad CRC|Error"),
-        (change_the_place, "Bad CRC"),
+        (flip, "has changed since it was written|Bad CRC"),
+        (change_the_position, "Bad CRC"),
         (lambda folder: shutil.rmtree(folder / "disk"), ""),
     ],
     ids=["damaged", "other place", "gone"],
 )
-def test_without_a_whole_local_one_the_lasting_one_is_taken(config, straight, stopped, harm, told, monkeypatch, capsys):
+def test_without_a_whole_local_one_the_permanent_one_is_used(
+    config, straight, stopped, harm, problem, monkeypatch, capsys
+):
     harm(stopped)
     wanted = with_local(config, stopped / "disk")
     assert resumed_at(wanted, stopped / "run", monkeypatch) == 5
     assert losses(stopped / "run") == straight
-    warned = capsys.readouterr().err
-    assert bool(told) == ("the local checkpoint of step 7" in warned)
-    assert re.search(told, warned)
+    warning = capsys.readouterr().err
+    assert bool(problem) == ("the local checkpoint of step 7" in warning)
+    assert re.search(problem, warning)
 
 
-def test_a_byte_that_changes_anywhere_in_the_directory_of_a_file_is_noticed_or_changes_nothing(config, tmp_path):
+def test_a_changed_byte_in_a_zip_directory_is_noticed_or_changes_nothing(config, tmp_path):
     state = {"x": jax.numpy.arange(3.0)}
     (tmp_path / "run").mkdir()
     with module.LocalCheckpoints(with_local(config, tmp_path / "disk"), tmp_path / "run", []) as checkpoints:
@@ -138,33 +140,33 @@ def test_a_byte_that_changes_anywhere_in_the_directory_of_a_file_is_noticed_or_c
     assert checkpoints.newest([state], None).step == 7
 
 
-def test_another_mesh_takes_the_lasting_one(config, stopped, monkeypatch, capsys):
+def test_another_mesh_uses_the_permanent_one(config, stopped, monkeypatch, capsys):
     wanted = with_local(config, stopped / "disk", mesh={"data": 1, "fsdp": 4})
     assert resumed_at(wanted, stopped / "run", monkeypatch) == 5
     assert "its devices now hold other parts of the state, because of another mesh" in capsys.readouterr().err
 
 
-def test_a_run_that_begins_anew_does_not_find_those_of_the_one_before(config, straight, stopped, monkeypatch):
+def test_a_new_run_does_not_use_the_local_checkpoints_of_the_run_before(config, straight, stopped, monkeypatch):
     shutil.rmtree(stopped / "run")
     assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 1
     assert losses(stopped / "run") == straight
 
 
-def test_a_step_that_one_process_lacks_is_not_taken(config, stopped, monkeypatch):
-    """As told by two processes, of which the other has not written the newest."""
+def test_a_step_that_one_process_lacks_is_not_used(config, stopped, monkeypatch):
+    """Two processes report their steps; the other one has not written the newest."""
     monkeypatch.setattr(module, "gather", lambda text: [text, "[5, 6]"] if text.startswith("[") else [text])
     assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 7
 
 
-def test_a_step_that_processes_saved_at_other_positions_is_not_taken(config, stopped, monkeypatch, capsys):
-    """As told by two processes, of which the other has another batch next; no local one is the same for both."""
+def test_a_step_that_processes_saved_at_different_positions_is_not_used(config, stopped, monkeypatch, capsys):
+    """Two processes report their positions; the other one is at another batch, so no local checkpoint fits both."""
     monkeypatch.setattr(module, "gather", lambda text: [text, "[0, {}]"] if '"next_index"' in text else [text])
     assert resumed_at(with_local(config, stopped / "disk"), stopped / "run", monkeypatch) == 5
     assert "is not used (the processes saved it at 2 positions in the data)" in capsys.readouterr().err
 
 
-def test_where_another_process_fails_to_write_two_stay_at_most(config, tmp_path, monkeypatch):
-    """As told by two processes, of which the other writes none but the first; that of 4 updates is a lasting one."""
+def test_at_most_two_stay_when_another_process_fails_to_write(config, tmp_path, monkeypatch):
+    """Two processes report; the other one writes only the first. Step 4 is a permanent checkpoint."""
     original = module.LocalCheckpoints.save
 
     def save(self, step, *rest):
@@ -174,37 +176,37 @@ def test_where_another_process_fails_to_write_two_stay_at_most(config, tmp_path,
 
     monkeypatch.setattr(module.LocalCheckpoints, "save", save)
     killed(with_local(config, tmp_path / "disk"), tmp_path / "run", 7, monkeypatch)
-    assert held(tmp_path / "disk") == [1, 7]
+    assert local_steps(tmp_path / "disk") == [1, 7]
 
 
-def test_the_last_process_of_a_host_takes_the_folder_with_it(config, tmp_path, monkeypatch):
-    """Each as fast as it can: another may have removed the folder, or still have something in it."""
+def test_the_last_process_of_a_host_removes_the_folder(config, tmp_path, monkeypatch):
+    """Processes do not wait for each other: another may have removed the folder already, or still have files in it."""
     wanted = with_local(config, tmp_path / "disk")
     (tmp_path / "run").mkdir()
-    every = []
+    checkpoints = []
     for index in range(2):
         monkeypatch.setattr(module.jax, "process_index", lambda index=index: index)
-        every.append(module.LocalCheckpoints(wanted, tmp_path / "run", []))
-    every[0].forget()
+        checkpoints.append(module.LocalCheckpoints(wanted, tmp_path / "run", []))
+    checkpoints[0].forget()
     assert list((tmp_path / "disk").glob("*/*"))
     original = Path.rmdir
 
     def rmdir(place):
-        original(place)  # by the other process, in between
+        original(place)  # the other process removes it in between
         original(place)
 
     monkeypatch.setattr(Path, "rmdir", rmdir)
-    every[1].forget()
+    checkpoints[1].forget()
     assert not list((tmp_path / "disk").iterdir())
 
 
-def test_a_disk_that_is_full_is_told_and_the_run_goes_on(config, straight, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_reported_and_the_run_continues(config, straight, tmp_path, monkeypatch, capsys):
     written = np.savez
 
     def full(place, **arrays):
         if isinstance(place, Path):
             raise OSError("No space left on device")
-        written(place, **arrays)  # the tokens of the text
+        written(place, **arrays)  # the token cache is still written
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
@@ -213,13 +215,13 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on(config, straight, tmp_p
     assert "could not be written to" in capsys.readouterr().err
 
 
-def test_a_folder_that_a_stage_names_is_taken(config, tmp_path, monkeypatch):
+def test_a_folder_that_a_stage_names_is_used(config, tmp_path, monkeypatch):
     values, named = to_dict(config), {"local_every": 1, "local_folder": str(tmp_path / "disk")}
     values["stages"] = [{"name": "first", "train": {"steps": 2}}, {"name": "second", "train": named}]
     wanted = parse(values)
     assert (wanted.local_folder, config.local_folder) == (named["local_folder"], "")
     killed(wanted, tmp_path / "run", 3, monkeypatch)
-    assert held(tmp_path / "disk") == [3]
+    assert local_steps(tmp_path / "disk") == [3]
 
 
 def test_a_folder_of_its_own_for_a_stage_is_refused(config, tmp_path):
@@ -231,7 +233,7 @@ def test_a_folder_of_its_own_for_a_stage_is_refused(config, tmp_path):
     assert parse(values).local_folder == str(tmp_path / "disk")
 
 
-def test_a_folder_that_is_none_is_refused(config, tmp_path):
+def test_an_invalid_folder_is_refused(config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^train.local_folder: process 0 cannot write there: .*file"):
         fit(with_local(config, tmp_path / "file"), tmp_path / "run")

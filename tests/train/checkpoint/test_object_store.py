@@ -17,7 +17,7 @@ RUN = "runs/mine"
 
 
 def fit(config: Path, address: str) -> str:
-    """Trains in a process of its own, which takes the store for Google's; returns what it told on standard error."""
+    """Trains in its own process, which uses the store as if it were Google's; returns its standard error."""
     command = [sys.executable, "-m", "train", "fit", str(config), "name=mine"]
     root = Path(__file__).parents[3]
     env = environment(**of_the_store(address))
@@ -30,7 +30,7 @@ def metrics(content: bytes) -> list[tuple]:
     return [(line["step"], line["loss"], line["gradient_norm"]) for line in map(json.loads, content.splitlines())]
 
 
-def test_a_run_in_an_object_store_goes_on_from_the_newest_whole_checkpoint(tmp_path):
+def test_a_run_in_an_object_store_resumes_from_the_newest_whole_checkpoint(tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(4):
         (tmp_path / "text" / f"{number}.txt").write_text(f"the {number}th of the texts, not the longest of them. " * 8)
@@ -59,37 +59,37 @@ def test_a_run_in_an_object_store_goes_on_from_the_newest_whole_checkpoint(tmp_p
             return {name.split("/")[3] for name in names("checkpoints/")}
 
         def values() -> set[str]:
-            """The files with the embedding, of 65,536 bytes, or a moment of it; those of Orbax's index are smaller."""
+            """Files that hold the embedding (65,536 bytes) or a moment of it; those of Orbax's index are smaller."""
             return {name for name in names("checkpoints/") if "/ocdbt.process_0/d/" in name and size(name) > 40_000}
 
         def size(name: str) -> int:
             return len(store.objects["bucket", name][0])
 
         def cut_off() -> None:
-            """Leaves what a kill leaves before the last step is told, and the run unfinished."""
+            """Leaves the files of a run that was killed before it logged its last step."""
             lines = store.objects["bucket", f"{RUN}/metrics.jsonl"][0].splitlines(keepends=True)
             store.put("bucket", f"{RUN}/metrics.jsonl", b"".join(lines[:5]))
             del store.objects["bucket", f"{RUN}/fit.json"]
 
         assert "damaged" not in fit(tmp_path / "config.yaml", address)
         assert checkpoints() == {"2", "4", "6"}
-        # Neither to seal them nor for anything else; a piece of Orbax's index may stand in them.
+        # No values are read, not even to seal. Less than half may be: these files can hold a part of Orbax's index.
         assert {name.split("/")[3] for name in values()} == {"2", "4", "6"}
         assert all(store.read[name] < size(name) / 2 for name in values())
         straight = metrics(store.objects["bucket", f"{RUN}/metrics.jsonl"][0])
         assert [step for step, *_ in straight] == [1, 2, 3, 4, 5, 6]
 
-        # The newest was never written to its end; of the one before, a bit is another.
+        # The newest checkpoint was not written completely; in the one before, a bit has flipped.
         cut_off()
         for name in (*names("checkpoints/6/checksums/"), f"{RUN}/checkpoints/6/commit_success.txt"):
             del store.objects["bucket", name]
         arrays = max(names("checkpoints/4/parameters/ocdbt"), key=size)
         content = store.objects["bucket", arrays][0]
         store.put("bucket", arrays, content[:-1] + bytes([content[-1] ^ 1]))
-        told = fit(tmp_path / "config.yaml", address)
+        log = fit(tmp_path / "config.yaml", address)
         folder = "gs://bucket/runs/mine/checkpoints"
-        assert f"the checkpoint of step 6 in {folder} was not finished when the run ended; removing it" in told
-        assert f"the checkpoint of step 4 in {folder} is damaged (" in told
-        assert f"{arrays.removeprefix(f'{RUN}/checkpoints/4/')} has changed since it was written" in told
+        assert f"the checkpoint of step 6 in {folder} was not finished when the run ended; removing it" in log
+        assert f"the checkpoint of step 4 in {folder} is damaged (" in log
+        assert f"{arrays.removeprefix(f'{RUN}/checkpoints/4/')} has changed since it was written" in log
         assert checkpoints() == {"2", "4", "4.damaged", "6"}
         assert metrics(store.objects["bucket", f"{RUN}/metrics.jsonl"][0]) == straight

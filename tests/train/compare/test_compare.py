@@ -74,7 +74,7 @@ NTK = {"name": "dynamic-ntk", "original_length": 8}
 
 
 def fake(training):
-    """A training's work, without any training."""
+    """Writes the files of a finished training, without training."""
     training.directory.mkdir(parents=True, exist_ok=True)
     rows = [
         {
@@ -93,7 +93,7 @@ def fake(training):
 
 @pytest.fixture
 def started(monkeypatch):
-    """Names of the trainings that were started; none of them trains."""
+    """Names of the trainings that were started; none of them really trains."""
     names = []
 
     def run(group, trials):
@@ -218,13 +218,21 @@ def test_what_is_finished_is_not_run_again(values, started):
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_a_new_extension_or_length_runs_only_what_it_concerns(values, started):
+def test_a_new_extension_runs_only_what_it_concerns(values, started):
     compare(parse(values), silent())
     values["compare"]["schemes"].append(
         {"name": "alibi", "label": "windowed", "extend": {"mask": {"name": "window", "size": 8}}}
     )
     compare(parse(values), silent())
     assert started[4:] == ["linear-bias-seed0", "linear-bias-seed1"]
+
+
+def test_a_new_length_measures_every_model_again(values, started):
+    compare(parse(values), silent())
+    trained = list(started)
+    values["evaluate"]["lengths"] = [*values["evaluate"]["lengths"], 256]
+    compare(parse(values), silent())
+    assert started[4:] == trained
 
 
 def test_half_a_result_is_not_finished(values):
@@ -276,7 +284,7 @@ def test_directories_of_other_things_are_left_alone(values, started, tmp_path):
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_one_failure_is_told_in_one_line_and_the_others_are_reported(values, monkeypatch):
+def test_one_failure_is_one_line_and_the_others_are_reported(values, monkeypatch):
     def run(group, trials):
         if group[0].name == "rope-seed1":
             return "no memory"
@@ -327,19 +335,19 @@ def test_a_comparison_from_text_to_page(values, capfd):
     config = parse(values)
     directory = compare(config, silent())
     rows = read_rows(directory / RESULTS)
-    by = {(row["label"], row["length"]): row for row in rows}
+    row_of = {(row["label"], row["length"]): row for row in rows}
     assert len(rows) == 3 * len(LENGTHS)
-    trained, extended = by["rope", 8], by["rope + NTK", 8]
+    trained, extended = row_of["rope", 8], row_of["rope + NTK", 8]
     assert trained["train_tokens_per_second"] > 0
     assert trained["peak_memory_bytes"] > 2**20
     assert extended["train_tokens_per_second"] is None
     assert 1 < trained["window_perplexity"] < 1000
-    # Up to the training length dynamic NTK changes nothing; beyond it, the frequencies are others.
+    # Up to the training length dynamic NTK changes nothing; beyond it, the frequencies differ.
     assert extended["window_nll"] == trained["window_nll"]
-    assert by["rope + NTK", 32]["window_nll"] != by["rope", 32]["window_nll"]
+    assert row_of["rope + NTK", 32]["window_nll"] != row_of["rope", 32]["window_nll"]
     assert len({row["last_tokens"] for row in rows if row["error"] is None}) == 1
-    assert by["learned", 8]["error"] is None
-    assert by["learned", 16]["error"]
+    assert row_of["learned", 8]["error"] is None
+    assert row_of["learned", 16]["error"]
     capfd.readouterr()
 
     before = {path: path.stat().st_mtime_ns for path in directory.glob("*/*.json*")}
@@ -347,7 +355,7 @@ def test_a_comparison_from_text_to_page(values, capfd):
     assert {path: path.stat().st_mtime_ns for path in directory.glob("*/*.json*")} == before
 
     rows = evaluate(directory / "rope-seed0", ["evaluate.lengths=[8, 16, 32]"], silent())
-    wanted = [by["rope", length]["window_nll"] for length in LENGTHS]
+    wanted = [row_of["rope", length]["window_nll"] for length in LENGTHS]
     assert [row["window_nll"] for row in rows] == pytest.approx(wanted, rel=1e-5)
     assert rows[0]["train_tokens_per_second"] == trained["train_tokens_per_second"]
     assert read_rows(directory / "rope-seed0" / EVALUATION) == rows

@@ -50,7 +50,7 @@ LONG = {"name": "released", "label": "LongRoPE", "extend": {"frequencies": {"nam
 
 @pytest.fixture(scope="module", autouse=True)
 def caches_stay():
-    """A study clears JAX's caches after every cell, for its programs are large; here they are small, and many alike."""
+    """Keeps JAX's caches. A study clears them after each cell, but here programs are small and many are the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "clear_caches", lambda: None)
         yield
@@ -89,7 +89,7 @@ def study(values):
 
 
 def measured(config, model, cell, mesh):
-    """What stands in for measuring a cell where its numbers do not matter."""
+    """Replaces the measuring of a cell where its numbers do not matter."""
     numbers = {"nll": 1.0, "seconds": 1.0, "tokens_per_second": 16.0, "memory_bytes": 1}
     return numbers | {"position_ends": [16], "position_nll": [1.0]}
 
@@ -202,18 +202,18 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path):
 
 
 def test_the_report_has_a_sentence_for_each_length_a_table_and_a_figure(values, study):
-    directory, told = study
+    directory, output = study
     page = (directory / "index.html").read_text()
-    # Up to the model's own length YaRN changes nothing, and what is measured already is not measured again.
+    # Up to the model's own length YaRN changes nothing, so there its cells are not measured again.
     lengths = [row["length"] for row in finished_rows(directory) if row["label"] == "YaRN"]
     assert set(lengths) == {64}
-    assert "At 64 tokens" in told
+    assert "At 64 tokens" in output
     assert "At 64 tokens" in page
     assert "Loss of the last 8 tokens" in page
     assert "<h2>Versions</h2>" in page
 
 
-def test_which_is_best_is_told_with_the_error_over_texts(values):
+def test_the_report_says_which_is_best_with_the_error_over_texts(values):
     config = parse({**values, "compare": {"schemes": SCHEMES}})
 
     def row(label, text, nll):
@@ -232,8 +232,8 @@ def test_which_is_best_is_told_with_the_error_over_texts(values):
     assert losses(rows, "YaRN", 64) == {"a": 2.5, "b": 4.4}
 
 
-def test_a_line_over_lengths_is_of_the_same_texts(values):
-    """The longest length has one text of two, the harder one: that is no loss of the length."""
+def test_a_line_over_lengths_uses_the_same_texts(values):
+    """Only the harder of two texts reaches the longest length; that must not look like a loss due to the length."""
     config = parse({**values, "compare": {"schemes": SCHEMES[:1]}})
 
     def row(length, text, nll):
@@ -248,7 +248,7 @@ def test_a_line_over_lengths_is_of_the_same_texts(values):
 
 
 def keys_by_logits(decoder, config, length, depth, cases):
-    """The share of keys whose tokens are all the likeliest, and their mean loss, by the decoder's own logits."""
+    """The share of keys whose every token is the most likely one, and their mean loss, from the decoder's logits."""
     vocabulary = Vocabulary(load_tokenizer(config.data))
     right, losses = [], []
     for case in range(cases):
@@ -286,7 +286,7 @@ def test_pass_keys_by_depth(released, values):
     ],
 )
 def test_pass_keys_are_counted_over_all_cases(monkeypatch, values, losses, wanted):
-    """The last two of three keys are found in all their five tokens."""
+    """Of three keys of five tokens each, the last two are found completely."""
     answers = iter(zip([np.arange(5) > 0, np.ones(5, bool), np.ones(5, bool)], losses, strict=True))
     monkeypatch.setattr(measuring, "_run", lambda *arguments: (next(answers), {"seconds": 1.0}))
     monkeypatch.setattr(measuring, "_prompt", lambda *arguments: (np.zeros((1, 6)), 5))
@@ -418,13 +418,13 @@ def test_factors_are_searched_once_on_other_text(values, monkeypatch):
         ({"init": "", "scheme": "rope"}, "0 measures a released model, which must be named, as in init=PATH"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_read(values, changes, message, tmp_path):
+def test_mistakes_are_reported_before_anything_is_read(values, changes, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
         run_study(parse({**values, "output": str(tmp_path), **changes}))
     assert not list(tmp_path.iterdir())
 
 
-def test_what_does_not_fit_the_model_is_told_and_the_rest_is_measured(tmp_path, values):
+def test_what_does_not_fit_the_model_is_reported_and_the_rest_is_measured(tmp_path, values):
     write_released(tmp_path, **GPT2)
     evaluate = {"lengths": [16, 64], "tokens": 128, "batch_tokens": 128}
     sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path), "evaluate": evaluate}
@@ -434,7 +434,7 @@ def test_what_does_not_fit_the_model_is_told_and_the_rest_is_measured(tmp_path, 
     assert "as released at 64: the model has 32 learned positions" in page
     assert "YaRN at 64: frequencies: this scheme rotates nothing" in page
     kept = [(row["label"], row["length"], row["error"]) for row in finished_rows(directory)]
-    assert kept == [("as released", 16, None)] * 2  # what is refused need not be so in a later version
+    assert kept == [("as released", 16, None)] * 2  # a refusal is not saved, because a later version may accept it
 
 
 def test_a_study_that_was_stopped_in_its_first_cell_continues(values, tmp_path, monkeypatch):
@@ -478,7 +478,7 @@ def test_a_search_that_needs_too_much_memory_leaves_the_rest(values, tmp_path, m
 
 
 def test_nothing_is_searched_for_a_model_that_no_extension_fits(values, tmp_path, monkeypatch):
-    """Every layer sees a window alone, whose distances the model knows."""
+    """Every layer attends only to a local window, all of whose distances the model has seen in training."""
     monkeypatch.setattr("train.compare.study.search.search_factors", lambda *_: pytest.fail("searched"))
     monkeypatch.setattr(running, "measure", measured)
     window = pj.Scheme(features=pj.rotary.Rotary(pj.rotary.Plain(500.0)), mask=pj.masks.Window(8))
@@ -491,7 +491,7 @@ def test_nothing_is_searched_for_a_model_that_no_extension_fits(values, tmp_path
     assert f"LongRoPE: {why}" in console.file.getvalue()
 
 
-def test_why_nothing_is_searched_stands_on_the_page(values, tmp_path):
+def test_why_nothing_is_searched_is_on_the_page(values, tmp_path):
     scaled = pj.Scheme(features=pj.rotary.Rotary(pj.rotary.Linear(2.0, base=500.0)))
     write_released(tmp_path, scheme=scaled)
     sections = {"output": str(tmp_path / "runs"), "init": str(tmp_path)}
@@ -504,7 +504,7 @@ def test_why_nothing_is_searched_stands_on_the_page(values, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("extend", [{}, {"remap": {"name": "rerope"}}], ids=["plain", "rerope"])
 def test_a_model_like_smollm2_reads_32768_tokens_within_4_gib(extend):
-    """By its compiled program; nothing is computed. A row of logits alone for every token would take 6 GiB."""
+    """Read from the compiled program; nothing is computed. The logits of all tokens alone would take 6 GiB."""
     scheme = pj.Scheme(features=pj.rotary.Rotary(pj.rotary.Plain(1e5)))
     config = DecoderConfig(
         vocab_size=49152,
@@ -520,9 +520,9 @@ def test_a_model_like_smollm2_reads_32768_tokens_within_4_gib(extend):
     predictor, parameters = predictor_of(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), 0)
     tokens = jax.ShapeDtypeStruct((1, 32769), jnp.int32)
     program = jax.jit(lambda parameters, tokens: next_nll(predictor, parameters, tokens, 32768))
-    held = program.lower(parameters, tokens).compile().memory_analysis()
-    whole = held.argument_size_in_bytes + held.output_size_in_bytes + held.temp_size_in_bytes
-    assert 0.5 * 2**30 < whole < 4 * 2**30
+    memory = program.lower(parameters, tokens).compile().memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert 0.5 * 2**30 < total < 4 * 2**30
 
 
 def test_texts_of_one_name_are_told_apart(values, tmp_path):
@@ -567,6 +567,6 @@ def test_every_entry_of_the_released_config_is_measured(values, tmp_path):
     assert len(set(measured.values())) == 18, "no two are the same"
 
 
-def test_the_command_is_one_line_for_a_mistake(capsys):
+def test_the_command_reports_a_mistake_in_one_line(capsys):
     assert cli.main(["compare", "configs/extend.yaml", "init=/nowhere"]) == 2
     assert capsys.readouterr().err == "error: there is no /nowhere/config.json\n"

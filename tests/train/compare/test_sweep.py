@@ -23,7 +23,7 @@ def swept(settings):
 
 
 def runner(loss):
-    """Trainings whose loss is a formula; what was asked for is kept."""
+    """A stub of the trainings, whose loss is a formula, and the list of the choices that it was given."""
     asked = []
 
     def run(configs):
@@ -38,7 +38,7 @@ def runner(loss):
 
 
 def bowl(rate, factor):
-    """Least at a rate of 0.008 and a factor of 100."""
+    """A loss with its minimum at a rate of 0.008 and a factor of 100."""
     return abs(math.log(rate / 8e-3)) + abs(math.log(factor / 100.0))
 
 
@@ -72,7 +72,7 @@ def test_a_trial_that_diverges_is_never_chosen():
         sweep(config("rope"), swept(SWEEP), run)
 
 
-def test_what_lies_next_to_a_choice_keeps_the_ratio_of_the_last_two():
+def test_neighbours_of_a_choice_keep_the_ratio_of_the_last_two_values():
     tried = [Choice(rate, factor) for rate in (1.0, 4.0) for factor in (2.0, 8.0, 16.0)]
     assert neighbours(Choice(4.0, 8.0), tried) == [Choice(16.0, 8.0)]
     assert neighbours(Choice(1.0, 16.0), tried) == [Choice(0.25, 16.0), Choice(1.0, 32.0)]
@@ -172,7 +172,7 @@ def test_a_comparison_with_a_sweep_from_text_to_page(values, monkeypatch):
     assert [(row["seed"], row["length"]) for row in rows] == [(seed, length) for seed in (0, 1) for length in (8, 16)]
     run = parse({**values, "output": str(directory), "name": "t5-seed0"}).directory
     assert f"learning_rate: {best['learning_rate']}" in (run / "config.yaml").read_text()
-    for seed in (0, 1):  # measured by one program, and each by itself
+    for seed in (0, 1):  # the comparison measured both in one program; here each is measured by itself
         again = {row["length"]: row["window_nll"] for row in evaluate(directory / f"t5-seed{seed}")}
         assert again == pytest.approx({row["length"]: row["window_nll"] for row in rows if row["seed"] == seed})
     page = (directory / "index.html").read_text()
@@ -187,8 +187,8 @@ def test_a_comparison_with_a_sweep_from_text_to_page(values, monkeypatch):
 
 
 @pytest.mark.slow
-def test_seeds_that_draw_positions_in_use_draw_their_own(values):
-    """Though one process measures them all."""
+def test_seeds_that_draw_positions_at_evaluation_draw_their_own(values):
+    """Even though one process measures them all."""
     values["compare"] = {
         "seeds": [0, 1],
         "together": 2,
@@ -202,7 +202,7 @@ def test_seeds_that_draw_positions_in_use_draw_their_own(values):
 
 
 def test_a_trial_is_judged_at_the_training_length():
-    """Not at a shorter one that is measured beside it, nor by a task."""
+    """Not at a shorter length that is measured too, and not by a task."""
     losses = {4: 1.0, 8: 2.0, 16: 3.0}
     rows = [{"length": n, "train_length": 8, "window_nll": loss, "error": None} for n, loss in losses.items()]
     task = {"length": 8, "train_length": 8, "task": "copy", "error": None}

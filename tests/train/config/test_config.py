@@ -1,4 +1,4 @@
-"""The config: every key typed, every mistake one line that names the cause."""
+"""The config: every key is typed, and every mistake is reported in one line that names the cause."""
 
 import dataclasses
 import subprocess

@@ -1,4 +1,4 @@
-"""Methods of one's own in a run: the module that registers them is imported by its name in the config."""
+"""A user's own methods in a run: the config names the module that registers them."""
 
 import os
 import subprocess
@@ -73,7 +73,7 @@ def folder(tmp_path):
 
 
 def run(folder, *arguments, where):
-    """``python -m train`` with the module in the working directory, or in a folder on PYTHONPATH."""
+    """Runs ``python -m train`` with the module in the working directory, or in a folder on PYTHONPATH."""
     paths = {"working directory": [CHECKOUT], "PYTHONPATH": [CHECKOUT, folder]}[where]
     directory = folder if where == "working directory" else folder.parent
     env = environment(PYTHONPATH=os.pathsep.join(map(str, paths)))
@@ -91,12 +91,12 @@ def test_a_saved_run_imports_its_methods_wherever_it_is_used(folder):
     kept = yaml.safe_load((saved / "config.yaml").read_text())
     assert kept["imports"] == ["strided_methods"]
     assert kept["scheme"]["mask"] == {"name": "strided", "stride": 4}
-    told = run(folder, "evaluate", str(saved), where="PYTHONPATH")
-    assert "rope" in told
+    output = run(folder, "evaluate", str(saved), where="PYTHONPATH")
+    assert "rope" in output
     assert (saved / "evaluation.jsonl").exists()
 
 
-def test_runs_of_before_have_no_imports_and_may_get_some():
+def test_runs_of_earlier_versions_have_no_imports_and_may_get_some():
     assert config.parse({}).imports == ()
     assert config.differences(config.parse({}), config.parse({"imports": ["json"]})) == []
     assert config.parse({"imports": "json"}).imports == ("json",)
@@ -120,7 +120,7 @@ def test_a_module_that_cannot_be_imported_is_one_line(folder, monkeypatch, capsy
     if text is not None:
         (folder / "broken_methods.py").write_text(text)
     assert cli.main(["fit", "mine.yaml", "imports=[broken_methods]"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(message)
-    assert told.count("\n") == 1
-    assert text != "x = 1\nx.y" or "broken_methods.py, line 2" in told
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+    assert text != "x = 1\nx.y" or "broken_methods.py, line 2" in error

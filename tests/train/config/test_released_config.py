@@ -49,7 +49,7 @@ def test_a_saved_config_does_not_need_the_model_any_more(released, values):
     assert scheme_of(again) == scheme_of(config)
 
 
-def test_a_model_that_does_not_say_its_length_is_told_it(values, tmp_path):
+def test_a_model_that_does_not_state_its_length_needs_it_in_the_config(values, tmp_path):
     write_released(tmp_path, scheme=pj.scheme("alibi"), trained_length=None, **BLOOM)
     with pytest.raises(ValueError, match=r"model\.trained_length: config\.json of .* does not say the length"):
         with_changes(values, init=str(tmp_path))
@@ -146,32 +146,32 @@ def test_options_of_extensions_follow_from_the_lengths(values):
     assert evaluated_scheme(config, entry, length=16) == scheme_of(config)
 
 
-def test_special_tokens_are_those_of_config_json_where_nothing_else_says_them(released, tmp_path):
+def test_special_tokens_come_from_config_json_where_nothing_else_names_them(released, tmp_path):
     shutil.copytree(released[0], tmp_path / "tiny")
     (tmp_path / "tiny" / "tokenizer_config.json").unlink()
-    said = json.loads((tmp_path / "tiny" / "config.json").read_text())
-    (tmp_path / "tiny" / "config.json").write_text(json.dumps(said | {"bos_token_id": 7, "eos_token_id": [9, 3]}))
+    stated = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(stated | {"bos_token_id": 7, "eos_token_id": [9, 3]}))
     tokenizer = load_tokenizer(parse({"init": str(tmp_path / "tiny")}).data)
     assert (tokenizer.bos, tokenizer.eos) == (7, 9)
 
 
-def test_llama_3_2_is_for_the_length_that_it_states(tmp_path):
-    """Its rule would reach twice as far: 32 times 8,192, of which 131,072 are used. Here 32 times 8 of 128."""
+def test_llama_3_2_has_the_length_that_it_states(tmp_path):
+    """Its rule would reach twice as far: 32 times 8,192, where 131,072 is stated. Here 32 times 8, where 128 is."""
     rule = rotary.Llama3(32.0, 8, base=500.0)
     write_released(tmp_path, scheme=pj.Scheme(features=rotary.Rotary(rule)), trained_length=128)
-    said = json.loads((tmp_path / "config.json").read_text())
-    assert said["max_position_embeddings"] == 128
+    stated = json.loads((tmp_path / "config.json").read_text())
+    assert stated["max_position_embeddings"] == 128
     assert parse({"init": str(tmp_path)}).model.trained_length == 128
     save_pretrained(from_pretrained(tmp_path), tmp_path / "again", like=tmp_path)
-    assert json.loads((tmp_path / "again" / "config.json").read_text()) == said
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == stated
     assert parse({"init": str(tmp_path), "model": {"trained_length": 256}}).model.trained_length == 256
 
 
 def test_a_scaling_says_how_far_a_model_reaches(tmp_path):
-    """Qwen's layout, in which the maximum stays that of the training before it was extended."""
+    """As in Qwen's config, where max_position_embeddings is still the length before the extension."""
     write_released(tmp_path, scheme=pj.Scheme(features=rotary.Rotary(rotary.YaRN(4.0, LENGTH, base=500.0))))
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(said | {"max_position_embeddings": LENGTH}))
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"max_position_embeddings": LENGTH}))
     assert parse({"init": str(tmp_path)}).train.length == 4 * LENGTH
 
 

@@ -1,4 +1,4 @@
-"""What help says of a config's sections comes from the sections themselves."""
+"""The help about a config's sections, which comes from the sections themselves."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ def test_every_key_is_named_once():
     assert not any(isinstance(whole[name], dict) for name in keys_beside_sections())
 
 
-def test_every_section_is_told_in_one_sentence_of_plain_text():
+def test_every_section_is_described_in_one_sentence_of_plain_text():
     about = about_sections()
     assert about["data"] == "Which text to read, and how it becomes rows of tokens."
     assert about["stages"].startswith("What a stage changes")

@@ -1,4 +1,4 @@
-"""The cache of tokens: built once, resumed when killed, the same wherever it lies; who builds it, and who waits."""
+"""The cache of tokens: built once, resumed after a kill, the same on disk and at a URL; who builds it, who waits."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from train.runtime.paths import path
 
 
 class Killed(BaseException):
-    """What a process that ends between two shards does not outlive."""
+    """Ends a build between two shards, as a kill would."""
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def small_shards(monkeypatch):
 def encoded(monkeypatch):
     """Every text that is handed to the tokenizer."""
     seen = []
-    plain = ByteTokenizer.encode_all
-    monkeypatch.setattr(ByteTokenizer, "encode_all", lambda self, given: seen.extend(given) or plain(self, given))
+    original = ByteTokenizer.encode_all
+    monkeypatch.setattr(ByteTokenizer, "encode_all", lambda self, given: seen.extend(given) or original(self, given))
     return seen
 
 
@@ -74,20 +74,20 @@ def test_a_cache_gives_what_memory_gives(texts, tmp_path, where, packing, encode
     chex.assert_trees_all_equal(next(batches(training_rows(kept), 4, 0)), next(batches(training_rows(plain), 4, 0)))
 
 
-def test_the_place_of_a_cache_decides_nothing_else(texts, tmp_path):
+def test_the_place_of_a_cache_does_not_change_the_training(texts, tmp_path):
     assert differences(config_of(texts), config_of(texts, tmp_path / "kept")) == []
 
 
 def stop_at(monkeypatch, kind, count):
     """Ends the build when it is about to write file number `count`."""
     written = []
-    plain = kind.write_chunks
+    original = kind.write_chunks
 
     def write(self, name, chunks):
         if len(written) == count:
             raise Killed
         written.append(name)
-        plain(self, name, chunks)
+        original(self, name, chunks)
 
     monkeypatch.setattr(kind, "write_chunks", write)
     return written
@@ -96,10 +96,10 @@ def stop_at(monkeypatch, kind, count):
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
 @pytest.mark.parametrize("pieces", ["one", "many"])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 6, 9])
-def test_a_killed_build_goes_on_where_it_stopped(texts, tmp_path, monkeypatch, encoded, count, pieces, damaged):
+def test_a_killed_build_resumes_where_it_stopped(texts, tmp_path, monkeypatch, encoded, count, pieces, damaged):
     if pieces == "many":
         monkeypatch.setattr(building, "PIECE_BYTES", 70)
-    if damaged:  # one found at once, and one after most of its lines are in shards
+    if damaged:  # one file is found damaged at once, the other when most of its lines are in shards already
         (texts / "00.jsonl").write_text('{"text": "first"}\n{')
         (texts / "lines.jsonl").write_text('{"text": "twenty letters or so"}\n' * 41 + "{")
     whole = everything(config_of(texts, tmp_path / "whole"))
@@ -162,7 +162,7 @@ def test_a_shard_that_vanished_before_there_is_an_index_is_named(texts, tmp_path
         training_rows(config)
 
 
-def test_damaged_files_are_told_of_at_every_start(texts, tmp_path):
+def test_damaged_files_are_reported_at_every_start(texts, tmp_path):
     (texts / "lines.jsonl").write_text((texts / "lines.jsonl").read_text() + "\n{")
     config = config_of(texts, tmp_path / "kept")
     first, second = [], []
@@ -231,7 +231,7 @@ def test_the_tokenizer_is_part_of_the_key(texts, tmp_path):
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
-def test_without_a_place_only_bytes_of_a_small_corpus_are_not_kept(texts, tmp_path, monkeypatch):
+def test_without_a_cache_in_the_config_only_the_bytes_of_a_small_corpus_are_not_kept(texts, tmp_path, monkeypatch):
     training_rows(config_of(texts))
     assert not (tmp_path / "runs").exists()
     monkeypatch.setattr(cache, "_SMALL_BYTES", 100)
@@ -240,7 +240,7 @@ def test_without_a_place_only_bytes_of_a_small_corpus_are_not_kept(texts, tmp_pa
 
 
 def test_whoever_comes_first_builds_on_a_disk(texts, tmp_path):
-    # A lock belongs to an open file, so it keeps threads apart as it does processes.
+    # A lock belongs to an open file, so it excludes threads as it does processes.
     barrier, lines = threading.Barrier(3), []
 
     def build():
@@ -279,7 +279,7 @@ def test_other_hosts_wait_for_the_first_ones_cache(texts, tmp_path, monkeypatch,
 
     def wait():
         index.value = 1
-        got.append(training_rows(config("/nowhere")))  # which sees none of the files
+        got.append(training_rows(config("/nowhere")))  # this host sees none of the files
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -323,26 +323,26 @@ def test_neighbouring_spans_are_one_request(tmp_path, monkeypatch):
     folder = RemoteFolder(f"memory://{tmp_path.name}")
     folder.write("a", bytes(100))
     asked = []
-    plain = type(folder._system).cat_ranges
+    original = type(folder._system).cat_ranges
     monkeypatch.setattr(
         type(folder._system),
         "cat_ranges",
         lambda self, paths, starts, ends, **options: (
-            asked.append(list(zip(starts, ends, strict=True))) or plain(self, paths, starts, ends, **options)
+            asked.append(list(zip(starts, ends, strict=True))) or original(self, paths, starts, ends, **options)
         ),
     )
     folder.spans([Span("a", 0, 5), Span("a", 20, 30), Span("a", 5, 12)])
     assert asked == [[(0, 12), (20, 30)]]
 
 
-def test_urls_that_no_cache_can_have(texts):
+def test_a_url_that_cannot_be_a_cache_is_refused(texts):
     with pytest.raises(ValueError, match=r"data.cache: cannot open 'nowhere://a/\w+': Protocol not known: nowhere"):
         training_rows(config_of(texts, "nowhere://a"))
 
 
 @pytest.mark.parametrize("scheme", ["file", "local"])
-def test_an_address_on_this_machine_is_the_folder_that_outputs_have_there(tmp_path, scheme):
-    """With what stands in it for a space."""
+def test_a_url_of_this_machine_is_the_same_folder_for_data_and_for_outputs(tmp_path, scheme):
+    """Also with %20 for a space."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     (folder / "text.txt").write_text("some text")

@@ -123,7 +123,7 @@ def test_folders_of_hugging_face_datasets(tmp_path):
 
 
 def overwritten(parquet):
-    """A file whose footer alone is as it was written."""
+    """A Parquet file of which only the magic bytes and the footer are intact."""
     footer = 8 + int.from_bytes(parquet[-8:-4], "little")
     return parquet[:4] + b"\xff" * (len(parquet) - footer - 4) + parquet[-footer:]
 
@@ -159,7 +159,7 @@ def test_damaged_files_are_named_counted_and_left_out(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet", "a.arrow"])
-def test_a_disk_that_fails_is_no_damaged_file(tmp_path, monkeypatch, name):
+def test_a_failing_disk_is_not_a_damaged_file(tmp_path, monkeypatch, name):
     class Failing(io.BytesIO):
         def read(self, *_):
             raise OSError(errno.EIO, "Input/output error")

@@ -1,4 +1,4 @@
-"""What is held out: a sample of a bounded number of tokens, by name, that nobody reads before it is asked for."""
+"""Held-out text: a sample of a bounded number of tokens, chosen by the documents' names, and read only when needed."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def masks_of(parts, share, tokens=float("inf")):
 
 
 def naive(parts, share, tokens):
-    """The documents below the share, one by one from the lowest hash on, while they have no more than `tokens`."""
+    """The documents below the share, from the lowest hash up, until the next would bring them above `tokens`."""
     everything = sorted(
         (int(hash_), int(size), part, number)
         for part, (hashes, sizes) in enumerate(parts)
@@ -58,7 +58,7 @@ def naive(parts, share, tokens):
 @pytest.mark.parametrize("many", [3, 10**6])
 @pytest.mark.parametrize("tokens", [100, 1000, 3333, 10**9])
 def test_the_lowest_hashes_are_held_out_up_to_a_number_of_tokens(monkeypatch, tokens, many):
-    monkeypatch.setattr(held_out, "_MANY", many)  # documents that are kept before those too many are forgotten
+    monkeypatch.setattr(held_out, "_MANY", many)  # documents that are kept before the excess is dropped
     parts = parts_of(400, 100, 7)
     chex.assert_trees_all_equal(masks_of(parts, SHARE, tokens), naive(parts, SHARE, tokens))
     total = sum(sizes[mask].sum() for mask, (_, sizes) in zip(masks_of(parts, SHARE, tokens), parts, strict=True))
@@ -108,17 +108,17 @@ def config_of(texts, kept="", **data):
     return parse({"data": values, "train": {"length": 16, "batch_tokens": 64}})
 
 
-def test_what_is_not_held_out_for_the_bound_is_trained_on(texts):
-    every = config_of(texts)
-    held, trained = held_out_documents(every), training_rows(every).tokens
+def test_what_the_bound_leaves_out_is_trained_on(texts):
+    unbounded = config_of(texts)
+    held, trained = held_out_documents(unbounded), training_rows(unbounded).tokens
     bounded = config_of(texts, held_out_tokens=400)
     fewer = held_out_documents(bounded)
     names = {document.tobytes() for document in held}
     assert {document.tobytes() for document in fewer} < names
     assert 300 < sum(map(len, fewer)) <= 400
     assert training_rows(bounded).tokens + sum(map(len, fewer)) == trained + sum(map(len, held))
-    assert len(held) == sum(name_hash(name) < 0.2 * 2**48 for name, _ in all_documents(every.data))
-    assert differences(every, bounded) == ["data.held_out_tokens was 67108864, now 400"]
+    assert len(held) == sum(name_hash(name) < 0.2 * 2**48 for name, _ in all_documents(unbounded.data))
+    assert differences(unbounded, bounded) == ["data.held_out_tokens was 67108864, now 400"]
 
 
 def in_stages(texts, *stages, **data):
@@ -128,7 +128,7 @@ def in_stages(texts, *stages, **data):
 
 
 @pytest.mark.parametrize("changes", [{"paths": ["{above}/*/*.jsonl"]}, {"held_out_tokens": 400}, {"paths": ["{link}"]}])
-def test_a_stage_that_may_train_on_what_is_measured_is_told(texts, changes):
+def test_a_stage_that_may_train_on_held_out_text_is_reported(texts, changes):
     (texts.parent / "link.jsonl").symlink_to(texts / "b.jsonl")
     names = {"above": texts.parent, "link": texts.parent / "link.jsonl"}
     changes = {key: [text.format(**names) for text in own] if key == "paths" else own for key, own in changes.items()}
@@ -139,7 +139,7 @@ def test_a_stage_that_may_train_on_what_is_measured_is_told(texts, changes):
     assert re.match(r"stage 'later 0' reads \d files of data as part of another text, as .*/[ab].jsonl, and may", line)
 
 
-def test_stages_of_the_same_text_or_of_other_text_are_not_told(texts):
+def test_stages_of_the_same_text_or_of_other_text_are_not_reported(texts):
     (texts.parent / "other.jsonl").write_text((texts / "a.jsonl").read_text())
     same = {"mixture": [{"paths": [f"{texts}/{name}.jsonl"], "weight": 1.0 + (name == "b")} for name in "ab"]}
     same["mixture"][0]["paths"] = [f"{texts}/[a].jsonl"]
@@ -160,10 +160,10 @@ def test_held_out_text_is_read_row_by_row(texts, tmp_path, monkeypatch, where):
     rows = pack_sample(sample, 16)
     assert asked == []
     assert sample.tokens == sum(map(len, whole))
-    half = len(rows) // 2  # of the second part too
+    half = len(rows) // 2  # so the second part is read too
     some = np.array([half + 1, 0, len(rows) - 1])
     batch = rows.batch(some)
-    assert sum(span.stop - span.start for span in asked) <= 3 * 2 * (16 + 16)  # rows, and the tokens after pieces
+    assert sum(span.stop - span.start for span in asked) <= 3 * 2 * (16 + 16)  # rows, and a token after each piece
     expected = pack(whole, 16)
     chex.assert_trees_all_equal(batch, expected.batch(some))
     chex.assert_trees_all_equal(rows.batch(np.arange(len(rows))), expected.batch(np.arange(len(rows))))
@@ -186,8 +186,8 @@ MIXED = {
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["one", "mixture"])
 @pytest.mark.parametrize("packing", GOLDEN)
-def test_a_small_corpus_is_known_again_by_runs_that_began_before_the_index_was_mapped(tmp_path, packing, mixed):
-    """Digests and rows as the loader gave them that had all of the index in memory."""
+def test_a_small_corpus_is_the_same_as_before_the_index_was_mapped(tmp_path, packing, mixed):
+    """Digests and rows that were recorded with the loader that had the whole index in memory."""
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"text {number} " * (3 + number))
     lines = [json.dumps({"text": f"line {number} " * (1 + number % 7)}) + "\n" for number in range(500)]

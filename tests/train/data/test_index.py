@@ -1,4 +1,4 @@
-"""The index: looked up block by block, mapped and not loaded; packing over it takes a bounded amount of memory."""
+"""The index is read block by block and memory-mapped, not loaded; packing with it takes bounded memory."""
 
 import json
 import tracemalloc
@@ -46,7 +46,7 @@ EACH = 8
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """A cache of very many short documents; its file of tokens is a hole."""
+    """A cache of very many short documents; its file of tokens is sparse and takes no space."""
     folder = LocalFolder(tmp_path_factory.mktemp("many"))
     with (folder.path / tokens_name(0, 0)).open("wb") as file:
         file.truncate(2 * EACH * MANY)
@@ -69,7 +69,7 @@ def peak_of(function):
 
 @pytest.mark.parametrize("how", ["concatenate", "best-fit"])
 def test_neither_index_nor_packing_is_in_memory(many, monkeypatch, how):
-    """Without a map it would be 16 bytes of a document for the index, and as much again for the packing."""
+    """Without memory mapping the index would take 16 bytes per document, and the packing as much again."""
     monkeypatch.setattr(packing, "GROUP_PIECES", 2**15)
     monkeypatch.setattr(index, "_RUN", 2**4)
 
@@ -91,11 +91,11 @@ def test_the_index_behind_a_url_is_copied_once_and_mapped(tmp_path, monkeypatch)
     folder = RemoteFolder(f"memory://{tmp_path.name}")
     folder.write("sizes", np.arange(1000).tobytes())
     fetched = []
-    plain = type(folder._system).get_file
+    original = type(folder._system).get_file
     monkeypatch.setattr(
         type(folder._system),
         "get_file",
-        lambda self, *given, **named: fetched.append(1) or plain(self, *given, **named),
+        lambda self, *given, **named: fetched.append(1) or original(self, *given, **named),
     )
     first = folder.map("sizes", np.dtype(np.int64))
     again = RemoteFolder(f"memory://{tmp_path.name}").map("sizes", np.dtype(np.int64))

@@ -1,4 +1,4 @@
-"""Packing against plain loops: every token predicted once, best-fit as it is defined, mixtures by weight."""
+"""Packing against plain loops: every token is predicted once, best-fit follows its rule, mixtures their weights."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from train.data.tokenizer import PADDING
 
 
 def documents_of(sizes, seed=0):
-    """Documents in which no pair of neighbouring tokens occurs twice, so that a pair says where it is from."""
+    """Documents in which no pair of neighbouring tokens occurs twice, so that a pair identifies its place."""
     numbers = np.random.default_rng(seed).permutation(sum(sizes)).astype(np.uint16) + 300
     return np.split(numbers, np.cumsum(sizes)[:-1])
 
@@ -32,7 +32,7 @@ def everything(rows):
 
 
 def naive_best_fit(sizes, length):
-    """The sizes in each row: pieces by size, each put into the fullest row that holds it, the last to become so."""
+    """The sizes in each row. Largest pieces first, each into the fullest row with room, of equals the last filled."""
     pieces = []
     for size in sizes:
         cuts = [min(length, size - first) for first in range(0, size, length)]
@@ -55,7 +55,7 @@ SIZES = {
 
 @pytest.mark.parametrize("length", [2, 5, 16, 29])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_best_fit_is_the_rule_that_it_names(sizes, length):
+def test_best_fit_follows_its_rule(sizes, length):
     batch = everything(pack(documents_of(sizes), length, "best-fit"))
     found = []
     for segments in batch.segment_ids:
@@ -117,7 +117,7 @@ def test_a_document_of_one_row_and_one_token_needs_no_second_row():
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
-def test_long_rows_take_little_more_memory_than_they_are_large(packing):
+def test_long_rows_take_little_more_memory_than_their_own_size(packing):
     length = 2**20
     rows = pack([np.zeros(1000, np.uint16)] * 2200, length, packing)
     tracemalloc.start()
@@ -145,10 +145,10 @@ def test_mixtures_give_each_part_its_share_of_tokens(packing, weights):
     shares = np.array([(tokens == value).sum() for value in (300, 301, 302)]) / (tokens >= 300).sum()
     np.testing.assert_allclose(shares, np.array(weights) / sum(weights), atol=0.003)
     owners = tokens.max(axis=1)
-    assert ((tokens == owners[:, None]) | (tokens == PADDING)).all()  # no row is of two parts
+    assert ((tokens == owners[:, None]) | (tokens == PADDING)).all()  # no row mixes two parts
 
 
-def test_each_part_is_shuffled_on_its_own_and_repeats_when_it_is_through():
+def test_each_part_is_shuffled_on_its_own_and_repeats_when_it_is_used_up():
     documents = [[np.full(5, 300 + 50 * part + number, np.uint16) for number in range(20)] for part in range(2)]
     rows = pack_corpora([collect(part) for part in documents], [3.0, 1.0], 5, "concatenate", PADDING)
     stream = batches(rows, 8, seed=3)
@@ -202,10 +202,10 @@ def test_resuming_reads_no_row_before_its_place():
     fresh.set_state(stream.get_state())
     batch = next(fresh)
     chex.assert_trees_all_equal(rows.batch(np.array(asked[0])), batch)
-    assert len(asked) < 12  # that one, and those it prefetches
+    assert len(asked) < 12  # the first batch, and those that are prefetched
 
 
-def test_digest_knows_parts_and_weights():
+def test_digest_depends_on_parts_and_weights():
     def digest(weights, value=300):
         return pack_corpora([part_of(value, 4, 16), part_of(301, 4, 12)], weights, 8, "best-fit", PADDING).digest()
 
@@ -230,7 +230,7 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 @pytest.mark.parametrize("length", [2, 16, 300])
-def test_blocks_of_the_index_decide_nothing(request, packing, length):
+def test_the_block_size_of_the_index_changes_no_row(request, packing, length):
     whole = pack(documents_of(SIZES["many"]), length, packing)
     expected, digest = everything(whole), whole.digest()
     request.getfixturevalue("small_blocks")

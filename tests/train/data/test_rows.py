@@ -60,7 +60,7 @@ def test_too_little_text_is_refused():
         rows_of(29)
 
 
-def test_digest_knows_the_corpus():
+def test_digest_depends_on_the_corpus():
     assert rows_of(4).digest() == rows_of(4).digest()
     assert rows_of(4).digest() != rows_of(4, TEXTS[::-1]).digest()
     assert rows_of(4).digest() != rows_of(4, [b"abc", b"defghij", b"k", b"lmnopqrstv"]).digest()

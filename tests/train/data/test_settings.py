@@ -1,4 +1,4 @@
-"""The data section of a config: every bad value is one line; what a mixture means for documents and splits."""
+"""The data section of a config: a bad value gives an error of one line; the documents and splits of a mixture."""
 
 import hashlib
 
@@ -68,7 +68,7 @@ def test_every_part_is_trained_on_and_some_are_held_out(folder, share):
     assert len(train) + len(held_out) == 12
     assert held_out.count(b"lone") == 0
     if share < 1e-3:
-        names = [f"{number}.txt" for number in range(8)]  # those of b are the first three of a
+        names = [f"{number}.txt" for number in range(8)]  # b has the first three of these too
         lowest = min(names, key=lambda name: hashlib.sha256(name.encode()).digest())
         assert f"{texts[1][0].split()[1].decode()}.txt" == lowest
     if share > 0.99:

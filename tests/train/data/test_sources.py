@@ -1,4 +1,4 @@
-"""Documents: found, named, read and split; every missing or unreadable text is one line."""
+"""Documents: found, named, read and split; a missing or unreadable text gives an error of one line."""
 
 import pytest
 from documents import split

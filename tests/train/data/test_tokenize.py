@@ -1,4 +1,4 @@
-"""``train tokenize``: jobs that share a folder alone, kills in the middle, and a training that finds what was built."""
+"""``train tokenize``: jobs that share only a folder, killed commands, and a training that uses what was built."""
 
 import os
 import signal
@@ -51,20 +51,20 @@ def everything(config):
 
 
 def contents(kept):
-    """What is in the cache of a corpus, but for the lock of a training."""
+    """The files in the cache of a corpus, except the lock of a training."""
     (folder,) = kept.iterdir()
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
 
 
 def built(kept):
-    """The names of the records of finished pieces; other processes may be writing, so no file is read."""
+    """The names of the files that record finished pieces. None is read, because other processes may be writing."""
     (folder,) = kept.iterdir()
     return sorted(path.name for path in folder.glob("piece-*"))
 
 
 @pytest.fixture(params=["disk", "gs"])
 def kept(request, tmp_path, monkeypatch):
-    """A place for a cache that every process sees."""
+    """The address of a cache that every process can reach."""
     if request.param == "disk":
         yield str(tmp_path / "kept")
         return
@@ -82,23 +82,23 @@ def test_a_training_finds_the_tokens_and_makes_none(texts, monkeypatch, kept, pa
     lines = []
     tokenize(config_of(texts, kept), lines.append, workers=1 if packing == "best-fit" else 2)
     assert f"data: {FILES} of {FILES} pieces are done" in lines
-    plain = everything(config_of(texts, "", packing=packing))  # which keeps nothing
+    plain = everything(config_of(texts, "", packing=packing))  # without a cache
     digest = training_rows(config_of(texts, "", packing=packing)).digest()
     monkeypatch.setattr(ByteTokenizer, "encode_all", None)
     found = config_of(texts, kept, packing=packing)
     chex.assert_trees_all_equal(everything(found), plain)
-    told = []
-    assert training_rows(found, told.append).digest() == digest
-    assert told == []
+    messages = []
+    assert training_rows(found, messages.append).digest() == digest
+    assert messages == []
 
 
 def test_jobs_build_what_is_theirs_in_any_order_and_the_last_one_writes_the_index(texts, tmp_path):
     tokenize(config_of(texts, tmp_path / "alone"), print, workers=2)
     lines = {number: [] for number in (2, 0, 1)}
     seen = set()
-    for count, (number, told) in enumerate(lines.items(), start=1):
-        tokenize(config_of(texts, tmp_path / "kept"), told.append, Job(number, 3), workers=1)
-        assert told[0] == f"data: 2 of 2 pieces of this job, {FILES} in all, are to be tokenised"
+    for count, (number, log) in enumerate(lines.items(), start=1):
+        tokenize(config_of(texts, tmp_path / "kept"), log.append, Job(number, 3), workers=1)
+        assert log[0] == f"data: 2 of 2 pieces of this job, {FILES} in all, are to be tokenised"
         assert len(set(built(tmp_path / "kept")) - seen) == 2
         seen.update(built(tmp_path / "kept"))
         assert ("index.npz" in contents(tmp_path / "kept")) == (count == 3)
@@ -117,14 +117,14 @@ def test_the_text_of_every_stage_is_tokenised_once(texts, tmp_path):
     lines = []
     tokenize(config, lines.append, workers=1)
     assert lines[0] == f"data: {FILES + 3} of {FILES + 3} pieces of this job, {FILES + 3} in all, are to be tokenised"
-    told = []
+    messages = []
     for stage in config.every_stage:
-        training_rows(stage, told.append)
-    assert told == []
+        training_rows(stage, messages.append)
+    assert messages == []
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
-def test_what_a_job_never_did_another_command_makes_up_for(texts, tmp_path):
+def test_another_command_builds_what_a_job_never_did(texts, tmp_path):
     tokenize(config_of(texts, tmp_path / "kept"), print, Job(1, 2), workers=1)
     before = contents(tmp_path / "kept")
     lines = []
@@ -136,7 +136,7 @@ def test_what_a_job_never_did_another_command_makes_up_for(texts, tmp_path):
     assert lines[0] == f"data: 0 of {FILES} pieces of this job, {FILES} in all, are to be tokenised"
 
 
-def test_a_worker_that_is_killed_is_told_of_in_one_line(texts, tmp_path):
+def test_a_killed_worker_is_reported_in_one_line(texts, tmp_path):
     process = start(tmp_path, config_of(texts, tmp_path / "kept"), HANG)
     wait_for(lambda: list((tmp_path / "marks").glob("hangs-*")))
     (mark,) = (tmp_path / "marks").glob("hangs-*")
@@ -148,12 +148,12 @@ def test_a_worker_that_is_killed_is_told_of_in_one_line(texts, tmp_path):
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_an_interrupt_ends_the_command_and_its_workers_at_once_with_one_line(texts, tmp_path, begun):
-    """While one worker is in a piece and one has none left, and while they start; a terminal tells all of them."""
+    """While one worker is busy and the other has finished, and while both start. Ctrl-C reaches every process."""
     process = start(tmp_path, config_of(texts, tmp_path / "kept"), HANG)
     if begun:
         wait_for(lambda: list((tmp_path / "marks").glob("hangs-*")) and len(built(tmp_path / "kept")) == FILES - 1)
     else:
-        wait_for(lambda: len(children_of(process.pid)) > 2)  # that of multiprocessing itself, and workers
+        wait_for(lambda: len(children_of(process.pid)) > 2)  # multiprocessing's own process, and the workers
         time.sleep(0.3)
     started = children_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)
@@ -213,7 +213,7 @@ tokenize.build_piece = build
 
 
 def start(tmp_path, config, patch):
-    """The command in a process of its own; what is patched is so in its workers too."""
+    """Starts the command in its own process; the patch holds in its workers too."""
     (tmp_path / "driver.py").write_text(textwrap.dedent(DRIVER).format(patch=patch))
     (tmp_path / "marks").mkdir()
     (tmp_path / "config.yaml").write_text(dump(config))
@@ -236,7 +236,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_a_killed_command_does_the_files_that_are_missing_alone(texts, tmp_path):
+def test_after_a_killed_command_only_the_missing_files_are_built(texts, tmp_path):
     config, marks = config_of(texts, tmp_path / "kept"), tmp_path / "marks"
     process = start(tmp_path, config, HANG)
     wait_for(lambda: list(marks.glob("hangs-*")) and len(built(tmp_path / "kept")) == FILES - 1)
@@ -251,7 +251,7 @@ def test_a_killed_command_does_the_files_that_are_missing_alone(texts, tmp_path)
     tokenize(config, lines.append, workers=1)
     assert lines[0] == f"data: 1 of {FILES} pieces of this job, {FILES} in all, are to be tokenised"
     tokenize(config_of(texts, tmp_path / "alone"), print, workers=1)
-    assert contents(tmp_path / "kept") == contents(tmp_path / "alone")  # without what the killed one was writing
+    assert contents(tmp_path / "kept") == contents(tmp_path / "alone")  # without the killed one's partial file
     chex.assert_trees_all_equal(everything(config), everything(config_of(texts, "")))
 
 
@@ -291,13 +291,13 @@ def test_two_writers_of_one_file_leave_it_whole(tmp_path):
         second.remove_leftovers()
         yield from content
 
-    first.write_chunks("file", swept())  # which is there already
+    first.write_chunks("file", swept())  # the file is there already
     assert first.sizes() == {"file": 2**17}
     with pytest.raises(FileNotFoundError):
         first.write_chunks("other", swept())
 
 
-def test_bytes_that_fit_keeps_nowhere_are_not_tokenised(texts, tmp_path):
+def test_bytes_that_a_training_does_not_cache_are_not_tokenised(texts, tmp_path):
     lines = []
     tokenize(config_of(texts, ""), lines.append)
     assert "set data.cache to have one" in lines[0]
@@ -305,7 +305,7 @@ def test_bytes_that_fit_keeps_nowhere_are_not_tokenised(texts, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 40])
-def test_every_piece_is_one_jobs_and_jobs_have_alike_much_to_do(count):
+def test_every_piece_belongs_to_one_job_and_jobs_have_similar_work(count):
     sizes = np.random.default_rng(count).integers(0, 1000, 30).tolist()
     shares = [share(sizes, Job(number, count)) for number in range(count)]
     assert sorted(index for mine in shares for index in mine) == list(range(30))
@@ -348,7 +348,7 @@ def test_the_environment_tells_which_job_this_is(variables, job):
 
 
 def test_an_array_with_gaps_is_refused():
-    """Else a task beyond the number of tasks would get nothing, and nobody what would be its share."""
+    """Otherwise a task whose number is too high would get no pieces, and some pieces no task."""
     variables = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "1"}
     with pytest.raises(ValueError, match=r"^the job array has gaps: this is task 5 of 2, .* by --job and --jobs$"):
         job_of(variables)

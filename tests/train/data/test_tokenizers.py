@@ -131,7 +131,7 @@ def test_special_tokens_are_declared_beside_the_file(tmp_path):
     assert tokenizer.vocabulary_size == size + 1
 
 
-def test_special_tokens_that_a_file_lacks_are_behind_its_vocabulary(tmp_path, sentencepiece):
+def test_special_tokens_that_a_file_lacks_come_after_its_vocabulary(tmp_path, sentencepiece):
     hugging_face().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.model").write_bytes(sentencepiece(bos_id=-1, eos_id=-1))
     for name, size in (("tokenizer.json", hugging_face().get_vocab_size()), ("a.model", None)):
@@ -141,7 +141,7 @@ def test_special_tokens_that_a_file_lacks_are_behind_its_vocabulary(tmp_path, se
         assert found == tuple(range(first, first + 5))
         (tokens,) = tokenizer.encode_all([b"cat"])
         assert tokens.max() == tokenizer.eos
-        assert tokenizer.decode(np.array([tokenizer.vocabulary_size + 3])) == b""  # of a model that rounds it up
+        assert tokenizer.decode(np.array([tokenizer.vocabulary_size + 3])) == b""  # a model may round it up
         assert tokenizer.decode(np.array([*tokens, tokenizer.mask, tokenizer.padding])) == b"cat"
 
 
@@ -158,7 +158,7 @@ def test_sentencepiece_ids_are_those_of_the_library(tmp_path, sentencepiece, tex
     assert tokenizer.decode(tokenizer.encode_all([text.encode()])[0]) == text.encode()
 
 
-def test_bytes_that_are_no_text_are_replaced(tmp_path):
+def test_bytes_that_are_not_valid_text_are_replaced(tmp_path):
     hugging_face(SPECIAL).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load(tmp_path / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode_all([b"a\xffb"])[0]) == "a�b".encode()
@@ -199,7 +199,7 @@ def test_identity_differs_with_the_file_and_with_its_special_tokens(tmp_path):
         ("gpt2", None, ValueError, r"data.tokenizer must be 'bytes', a tokenizer.json .*found '.*gpt2'"),
     ],
 )
-def test_what_is_no_tokenizer(tmp_path, name, content, kind, message):
+def test_an_invalid_tokenizer_is_refused(tmp_path, name, content, kind, message):
     for package in ("tokenizers", "sentencepiece"):
         pytest.importorskip(package)
     if content is not None:
@@ -227,7 +227,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatc
         load(tmp_path / name)
 
 
-def begun_by(token):
+def beginning_with(token):
     """A tokenizer that puts a token before every text, as the ones of Llama 3 and Gemma do."""
     from tokenizers import processors
 
@@ -242,11 +242,11 @@ def begun_by(token):
 @pytest.mark.parametrize("first", ["<s>", "</s>", None])
 def test_a_released_tokenizer_begins_texts_as_in_transformers(tmp_path, first):
     transformers = pytest.importorskip("transformers")
-    (begun_by(first) if first else hugging_face(SPECIAL)).save(str(tmp_path / "tokenizer.json"))
+    (beginning_with(first) if first else hugging_face(SPECIAL)).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     ids = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)("the cat")["input_ids"]
     own = load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json"), special_tokens="own"))
-    # What another token begins by is not BOS, which is all that a model's texts may be begun by here.
+    # A first token other than BOS is dropped: here a text may begin only with BOS.
     np.testing.assert_array_equal(own.encode_all([b"the cat"])[0], [*(ids[1:] if first == "</s>" else ids), 1])
     added = load(tmp_path / "tokenizer.json")
     np.testing.assert_array_equal(added.encode_all([b"the cat"])[0], [0, *own.tokens(b"the cat"), 1])

@@ -1,4 +1,4 @@
-"""Reading prompts: what a step is asked for, and how large the cache is."""
+"""Reading prompts: the chunks that each step gets, and the size of the cache."""
 
 import chex
 import jax
@@ -12,16 +12,16 @@ from train.evaluate.decoder import _CHUNK, cache_for, read
 
 
 @pytest.mark.parametrize(("size", "chunk"), [(5, 5), (_CHUNK, _CHUNK), (2 * _CHUNK + 3, _CHUNK)])
-def test_prompts_come_in_chunks_no_longer_than_they_are(size, chunk):
-    asked = []
+def test_chunks_are_no_longer_than_the_prompt(size, chunk):
+    shapes = []
 
     def step(parameters, cache, tokens, valid):
-        asked.append(tokens.shape)
+        shapes.append(tokens.shape)
         return jnp.where(valid, tokens, -1)[..., None] * parameters, cache + valid.sum()
 
     prompts = np.random.default_rng(0).integers(0, 100, (2, size))
     logits, read_tokens = read(step, jnp.asarray([1, 2]), jnp.zeros((), jnp.int32), jnp.asarray(prompts))
-    assert set(asked) == {(2, chunk)}
+    assert set(shapes) == {(2, chunk)}
     np.testing.assert_array_equal(logits, prompts[:, -1:] * [1, 2])
     assert read_tokens == prompts.size
 

@@ -1,4 +1,4 @@
-"""Text from saved runs, and the search for LongRoPE's factors on one."""
+"""Generating text from a saved run, and the search for LongRoPE's factors on it."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from train import cli
 from train.checkpoint.restore import restore_model
 from train.config import load
 from train.data.tokenizer import HuggingFaceTokenizer
-from train.evaluate.generate import Draws, _written, choose, tokens_after
+from train.evaluate.generate import Draws, _written, choose, generate, tokens_after
 from train.evaluate.saved import evaluation_documents
 from train.evaluate.search import _fitness, check_searchable
 from train.evaluate.windows import full_pieces, last_windows
@@ -32,7 +32,7 @@ evaluate: {lengths: [32, 64], tokens: 256, batch_tokens: 128}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A tiny RoPE that has learned to count from a to z, over and over."""
+    """A tiny model with RoPE that has learned to repeat the alphabet."""
     folder = tmp_path_factory.mktemp("generate")
     for index in range(6):
         (folder / f"{index}.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 8)
@@ -49,7 +49,7 @@ def test_the_command_streams_what_the_model_learned(run, capsys):
 
 
 @pytest.mark.parametrize("prompt", ["the cat", "the cat " * 20 + "sat"])
-def test_the_text_goes_on_with_the_space_that_stands_between_words(prompt):
+def test_the_text_continues_with_the_space_between_words(prompt):
     """A tokenizer such as Llama's leaves out the space of the first token that it decodes."""
     library = pytest.importorskip("tokenizers")
     words = {"<s>": 0, "</s>": 1, "▁the": 2, "▁cat": 3, "▁sat": 4}
@@ -62,27 +62,33 @@ def test_the_text_goes_on_with_the_space_that_stands_between_words(prompt):
     assert pieces[:2] == [" sat", " the"]
 
 
+def drawn_without_a_cache(model, prompt, sampling):
+    """The tokens after a prompt, each drawn from a forward pass over the whole length."""
+    graph, state = nnx.split(model)
+    forward = jax.jit(lambda tokens, last: nnx.merge(graph, state)(tokens)[:, last])
+    text = np.zeros((1, len(prompt) + sampling.tokens), np.int32)
+    text[0, : len(prompt)] = prompt
+    for n in range(sampling.tokens):
+        logits, key = forward(text, len(prompt) + n - 1), jax.random.fold_in(jax.random.key(sampling.seed), n)
+        text[0, len(prompt) + n] = choose(key, logits, sampling.temperature, sampling.top_k)[0]
+    return text[0, len(prompt) :].tolist()
+
+
 def test_a_prompt_in_chunks_and_beyond_the_training_length_is_the_full_forward_pass(run):
     _, model = restore_model(run)
-    prompt = encode(b"abcdefghijklmnopqrstuvwxyz" * 5)[:-1]
-    found = list(tokens_after(model, prompt, Draws(tokens=3, temperature=0), {EOS}))
-    graph, state = nnx.split(model)
-    forward = jax.jit(lambda tokens, last: nnx.merge(graph, state)(tokens)[0, last].argmax())
-    text = np.zeros((1, len(prompt) + len(found)), np.int32)
-    text[0, : len(prompt)] = prompt
-    for place, token in enumerate(found, start=len(prompt)):
-        assert token == int(forward(text, place - 1))
-        text[0, place] = token
+    prompt, sampling = encode(b"abcdefghijklmnopqrstuvwxyz" * 5)[:-1], Draws(tokens=3, temperature=0)
+    assert list(tokens_after(model, prompt, sampling, {EOS})) == drawn_without_a_cache(model, prompt, sampling)
 
 
-def test_extended_schemes_go_by_the_whole_length(run, capsys):
-    extend = 'scheme.extend={"frequencies": {"name": "dynamic-ntk", "original_length": 32}}'
-    arguments = ["generate", str(run), "--prompt", "abc", "--tokens", "40", "--temperature", "0"]
-    outputs = []
-    for extra in ([], [extend]):
-        assert cli.main([*arguments, *extra]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert all(len(output) == 44 for output in outputs)
+def test_an_extended_scheme_uses_the_length_of_the_prompt_and_the_new_tokens(run):
+    _, model = restore_model(run)
+    rule = {"name": "dynamic-ntk", "original_length": 32}
+    extended = model.with_scheme(model.config.scheme.extend(frequencies=rule))
+    # At this temperature a small change of the logits soon changes what is drawn.
+    prompt, sampling = encode(b"abc")[:-1], Draws(tokens=60, temperature=3, top_k=5, seed=0)
+    text = generate(run, "abc", sampling, [f"scheme.extend={json.dumps({'frequencies': rule})}"], lambda text: None)
+    wanted, plain = (drawn_without_a_cache(each, prompt, sampling) for each in (extended, model))
+    assert list(text.encode()) == wanted != plain
 
 
 def test_choices_follow_the_distribution_and_its_seed():
@@ -109,9 +115,9 @@ def test_choices_follow_the_distribution_and_its_seed():
 )
 def test_mistakes_are_one_line(run, capsys, arguments, message):
     assert cli.main(["generate", str(run), "--prompt", "abc", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_there_must_be_a_run(capsys, tmp_path):
@@ -122,12 +128,12 @@ def test_there_must_be_a_run(capsys, tmp_path):
 # --- search -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_search_leaves_an_extension_that_evaluate_takes(run, capsys):
+def test_the_search_writes_an_extension_that_evaluate_accepts(run, capsys):
     arguments = ["search", str(run), "--length", "64", "--population", "4", "--iterations", "1"]
     assert cli.main(arguments) == 0
-    told = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     found = json.loads((run / "longrope.json").read_text())
-    assert told[-1] == f"extend: {json.dumps(found['extend'])}"
+    assert lines[-1] == f"extend: {json.dumps(found['extend'])}"
     assert cli.main(["evaluate", str(run), f"scheme.extend={json.dumps(found['extend'])}"]) == 0
     row = json.loads((run / "evaluation.jsonl").read_text().splitlines()[-1])
     assert row["length"] == 64

@@ -1,4 +1,4 @@
-"""Models measured over many devices: the numbers of one device, and a share of the memory on each."""
+"""Evaluation on many devices: the same numbers as on one device, and a share of the memory on each."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ CASES = {
     "hwfa": ({"num_layers": 2, "length": 32, "window": 6}, "all"),
 }
 MESHES = {"sequence": (1, 1, 1, 8, 1), "all": (1, 1, 2, 2, 2), "replicas": (2, 1, 2, 2, 1)}
-LENGTH, ROWS = 51, 4  # which no mesh divides
+LENGTH, ROWS = 51, 4  # no mesh divides the length evenly
 TOKENS = np.random.default_rng(0).integers(0, 64, (ROWS, LENGTH + 1)).astype(np.int32)
 AT = np.tile(np.array([[3, 20, LENGTH - 1]]), (ROWS, 1))
 
@@ -42,7 +42,7 @@ def decoder(scheme: pj.Scheme, **changes) -> nn.Decoder:
 
 
 def answers(model: nn.Decoder, where=None) -> dict:
-    """What tokens cost, which are likeliest, and what follows a prompt."""
+    """The loss of each token, the most likely tokens, and the greedy continuation of a prompt."""
     predictor, parameters = predictor_of(model, 0, where)
 
     def found(parameters):
@@ -126,15 +126,15 @@ LAYERS = 24
 LARGE = {"num_layers": LAYERS, "model_dim": 128, "mlp_dim": 512, "num_heads": 8, "num_kv_heads": 8}
 
 
-def held(compiled) -> int:
-    """Bytes that a device holds at most while a program runs."""
+def peak_bytes(compiled) -> int:
+    """The largest number of bytes that a device holds while a program runs."""
     found = compiled.memory_analysis()
     return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
 
 
 def shapes_on(model: nn.Decoder, where, parameters):
-    lies = tree_shardings(where, nn.logical_axes(model), parameters)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters, lies)
+    shardings = tree_shardings(where, nn.logical_axes(model), parameters)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters, shardings)
 
 
 def sizes(parameters) -> tuple[int, int, int]:
@@ -144,7 +144,7 @@ def sizes(parameters) -> tuple[int, int, int]:
 
 
 def test_a_device_reads_a_text_with_its_share_of_the_model():
-    """And two layers and the embedding at most; the numbers of few tokens are small beside them."""
+    """Plus at most two layers and the embedding; the activations of a few tokens are small beside them."""
     model = nnx.eval_shape(lambda: decoder(pj.scheme("rope"), **LARGE))
     where = mesh("sequence")
     predictor, parameters = predictor_of(model, 0, where)
@@ -153,12 +153,12 @@ def test_a_device_reads_a_text_with_its_share_of_the_model():
         nll = jax.jit(lambda p, tokens: whole(next_nll(predictor, p, tokens, 64)))
         program = nll.lower(shapes_on(model, where, parameters), tokens).compile()
     everything, layer, embedding = sizes(parameters)
-    assert held(program) < everything / 8 + 2 * layer + embedding
+    assert peak_bytes(program) < everything / 8 + 2 * layer + embedding
     assert everything / 8 + 2 * layer + embedding < everything / 3
 
 
 def test_a_device_keeps_its_share_of_the_tokens_seen():
-    """The cache of a long prompt, which is most of what decoding holds."""
+    """The cache of a long prompt takes most of the memory of decoding."""
     model = nnx.eval_shape(lambda: decoder(pj.scheme("rope"), **LARGE | {"num_layers": 4}))
     where = mesh("all")
     predictor, parameters = predictor_of(model, 0, where)
@@ -166,13 +166,13 @@ def test_a_device_keeps_its_share_of_the_tokens_seen():
     graph, _ = to_decode(model, where)
     cache = jax.eval_shape(lambda p, prompts: cache_for(graph, p, prompts, 4008), parameters, prompts)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    lies = jax.tree.leaves(split_cache(cache, where))
+    layout = jax.tree.leaves(split_cache(cache, where))
     shares = [
-        np.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in zip(jax.tree.leaves(cache), lies, strict=True)
+        np.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in zip(jax.tree.leaves(cache), layout, strict=True)
     ]
     assert sum(shares) < kept / 7.9
     with on(where):
         greedy = jax.jit(lambda p, prompts: whole(predictor.greedy(p, prompts, 8)))
         program = greedy.lower(shapes, prompts).compile()
-    logits = 2 * 8 * 256 * 4008 * 4 / 8  # of a part of the prompt: two rows, eight heads
-    assert held(program) < 2.2 * kept / 8 + 2 * logits
+    logits = 2 * 8 * 256 * 4008 * 4 / 8  # of attention, for a chunk: two rows, eight heads
+    assert peak_bytes(program) < 2.2 * kept / 8 + 2 * logits

@@ -27,7 +27,7 @@ def bigram(parameters, tokens, length):
 
 
 def by_position(parameters, tokens, length):
-    """Certain of token 0 with probability 1/(2 + position): the cost of a target is log(2 + position)."""
+    """Gives token 0 the probability 1/(2 + position), so that a target costs log(2 + position)."""
     probability = 1 / (2 + jnp.arange(tokens.shape[1]))
     others = jnp.log((1 - probability) / (VOCABULARY - 1))
     logits = jnp.concatenate([jnp.log(probability)[:, None], jnp.repeat(others[:, None], VOCABULARY - 1, 1)], 1)
@@ -101,7 +101,7 @@ def test_the_last_tokens_are_the_same_at_every_length_and_see_the_full_context(d
     np.testing.assert_allclose([measurement.last_nll for measurement in found], wanted, rtol=1e-6)
 
 
-def test_the_last_tokens_stand_at_the_end_of_the_window():
+def test_the_last_tokens_are_at_the_end_of_the_window():
     found = run(by_position, [np.zeros(17, np.uint16)])
     wanted = [np.log(np.arange(2, 2 + length)[-4:]).mean() for length in (4, 8, 16)]
     np.testing.assert_allclose([measurement.last_nll for measurement in found], wanted, rtol=1e-6)
@@ -153,7 +153,7 @@ def test_perplexity_by_position_tells_the_places_of_a_window_apart():
     assert found.window_nll == pytest.approx(np.average(found.position_nll, weights=parts), rel=1e-6)
 
 
-def test_positions_at_which_no_token_stands_have_no_number():
+def test_positions_without_a_token_have_no_number():
     # The budget takes one piece, and it is the short one in the middle.
     documents = [np.zeros(size, np.uint16) for size in (17, 3, 17)]
     found = run(by_position, documents, lengths=(16,), tokens=1)[0]

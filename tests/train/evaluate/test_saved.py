@@ -74,7 +74,7 @@ def logits_of(model, tokens, length):
     return np.asarray(nnx.jit(lambda model: model(tokens, length=length))(model), np.float64)
 
 
-def test_a_curriculum_is_measured_as_its_last_stage_from_the_length_of_its_first_on(run, rows):
+def test_a_curriculum_is_measured_as_its_last_stage_and_from_the_length_of_its_first(run, rows):
     assert {row["train_length"] for row in rows} == {32}
     assert {row["family"] for row in rows} == {"rotations"}
     assert {row["last_length"] for row in rows if "task" not in row} == {16} == {last_length(run)}
@@ -91,7 +91,7 @@ def windows(run):
     return whole_windows(pieces(evaluation_documents(run), 64, run.evaluate.tokens), 64)
 
 
-def test_the_page_has_the_pictures_that_say_something_and_the_run_can_still_go_on(run, rows):
+def test_the_page_has_the_pictures_that_say_something_and_the_run_can_still_resume(run, rows):
     names = {path.name for path in run.directory.iterdir()}
     assert {"index.html", "figure.png"} <= names
     assert {"positions.png", "tasks.png", "depths.png"} & names == set()  # two windows, and nothing was learned
@@ -112,14 +112,14 @@ def test_an_extension_is_measured_over_the_parameters_of_the_last_stage(run, row
     assert found[0]["window_nll"] != rows[0]["window_nll"]
     assert found[0]["train_tokens_per_second"] is None
     names = {path.name for path in run.directory.iterdir()}
-    assert {"tasks.png", "depths.png"} & names == set()  # those of an earlier evaluation are gone
+    assert {"tasks.png", "depths.png"} & names == set()  # those of an earlier evaluation are removed
     together = read_rows(run.directory / EVALUATION)
     assert [row for row in together if row["label"] == "rope"] == rows  # measured on the same text
     assert together[len(rows) :] == found
     assert "rope + linear" in (run.directory / "index.html").read_text()
 
 
-def test_a_task_that_no_length_holds_is_refused_before_anything_is_read(run):
+def test_a_task_that_fits_no_length_is_refused_before_anything_is_read(run):
     with pytest.raises(ValueError, match=r"evaluate\.tasks: passkey: a length of 64 tokens is too short") as error:
         evaluation_documents(config_of(run.directory, ["evaluate.tasks=[passkey]"]))
     needed = int(re.search(r"takes (\d+)", str(error.value))[1])

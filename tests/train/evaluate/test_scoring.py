@@ -1,4 +1,4 @@
-"""How tasks are scored: by models that are certain of tokens known in advance; decoding against forward passes."""
+"""The scores of tasks, for models that are certain of known tokens; decoding against forward passes."""
 
 import chex
 import jax
@@ -26,13 +26,13 @@ def certain(tokens):
 
 
 def knowing(parameters, tokens, length):
-    """A model that looks one token ahead, and mistakes the tokens of `parameters` for others."""
+    """A model that sees one token ahead, and gets the tokens in `parameters` wrong."""
     ahead = jnp.roll(tokens, -1, axis=1)
     return certain(jnp.where(jnp.isin(ahead, parameters), (ahead + 1) % 256, ahead))
 
 
 def inducing(parameters, tokens, length):
-    """A model that finds the last place where the present token stood before, and writes what followed it there."""
+    """A model that finds the previous occurrence of the current token, and predicts what followed it there."""
     places = jnp.arange(tokens.shape[1])
     same = (tokens[:, :, None] == tokens[:, None, :]) & (places[:, None] > places)
     last = jnp.where(same, places, -1).max(-1)
@@ -50,7 +50,7 @@ def measure(hidden, name, length=600, parameters=None, batch_tokens=4096, config
 
 
 @pytest.mark.parametrize("name", FORCED)
-def test_one_who_knows_every_token_has_all_answers_right(name):
+def test_a_model_that_knows_every_token_has_all_answers_right(name):
     rows = measure(knowing, name)
     assert [row["accuracy"] for row in rows] == [1.0] * len(rows)
     depths = np.linspace(0, 1, 5).tolist() if TASKS[name].has_depth else [None]
@@ -77,7 +77,7 @@ def test_a_model_that_looks_up_what_followed_solves_induction_and_recall(name):
     assert {row["accuracy"] for row in measure(inducing, name, length=65)} == {1.0}
 
 
-def test_one_who_is_certain_of_one_symbol_is_right_by_chance():
+def test_a_model_that_is_certain_of_one_symbol_is_right_by_chance():
     config = EvaluateConfig(batch_tokens=2**16, copy=CONFIG.copy.__class__(cases=50))
     (row,) = measure(lambda _, tokens, __: certain(jnp.full_like(tokens, ord("k"))), "copy", config=config)
     assert row["chance"] == 1 / 93
@@ -93,7 +93,7 @@ def test_batches_change_nothing(name):
     assert measure(knowing, name, parameters=parameters, batch_tokens=600) == once
 
 
-def test_a_refused_length_and_logits_that_are_not_finite_are_told():
+def test_a_refused_length_and_logits_that_are_not_finite_are_reported():
     def refusing(parameters, tokens, length):
         raise ValueError(f"no row\n for {length}")
 

@@ -1,4 +1,4 @@
-"""The search for LongRoPE's factors: the numbers it is run with."""
+"""The search for LongRoPE's factors: the settings that it runs with."""
 
 import pytest
 from flax import nnx
@@ -23,8 +23,8 @@ def test_half_of_the_population_are_parents_and_a_quarter_each_mutations_and_cro
     assert given == wanted | {"seed": 5, "iterations": 3}
 
 
-def test_a_search_measures_whole_texts_alone():
-    """One text of the length at a time, and no window that slides over it."""
+def test_a_search_measures_whole_texts_only():
+    """At the given length, without sliding windows."""
     config = parse(VALUES | {"evaluate": {"lengths": [32, 64], "stride": 16, "tokens": 64, "batch_tokens": 128}})
     found = search._at(config, 100)
     assert (found.lengths, found.stride, found.tokens, found.batch_tokens) == ((100,), 0, 100, 128)

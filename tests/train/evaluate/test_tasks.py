@@ -16,7 +16,7 @@ from train.evaluate.tasks.text import IDLE, compose, drawn, filling, with_needle
 
 
 class Chunks:
-    """A tokenizer whose tokens are up to three letters of a word, with the space before it, made up as they come."""
+    """A tokenizer whose tokens are up to three letters of a word, with the space before it, numbered as they come."""
 
     bos, eos, opening = 0, 1, (0,)
 
@@ -38,7 +38,7 @@ TEXTS = [name for name in TASKS if SECTIONS[name] in ("needles", "variable_track
 CONFIG = EvaluateConfig(tasks=tuple(TASKS))
 
 
-def every(name, vocabulary, length, config=CONFIG):
+def all_samples(name, vocabulary, length, config=CONFIG):
     return [sample for group in cases(name, config.section(name), vocabulary, length) for sample in group.samples]
 
 
@@ -116,7 +116,7 @@ def test_every_task_has_a_section_and_a_solver_or_symbols():
 @pytest.mark.parametrize("name", TASKS)
 def test_cases_have_exactly_the_length_and_end_with_their_answers(name, vocabulary):
     for length in (700, 701):
-        for sample in every(name, vocabulary, length):
+        for sample in all_samples(name, vocabulary, length):
             assert sample.tokens[0] == vocabulary.tokenizer.bos
             assert sample.tokens.dtype == np.int32
             if name == "passkey":
@@ -133,7 +133,7 @@ def test_cases_have_exactly_the_length_and_end_with_their_answers(name, vocabula
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_text_alone_gives_the_answers(name, vocabulary):
-    samples = every(name, vocabulary, 900)
+    samples = all_samples(name, vocabulary, 900)
     for sample in samples:
         found = SOLVERS[name](prompt(sample, vocabulary))
         assert found == answers(sample, vocabulary)
@@ -144,7 +144,7 @@ def test_the_text_alone_gives_the_answers(name, vocabulary):
 
 
 def test_a_variable_is_set_to_the_one_before_in_its_chain():
-    for sample in every("variable_tracking", BYTES, 600):
+    for sample in all_samples("variable_tracking", BYTES, 600):
         lines = re.findall(r"Let (\w+) = (\w+)\. ", prompt(sample, BYTES))
         sources = [source for _, source in lines]
         assert len(set(sources)) == len(sources) == 2 * 3  # two chains of three, none of which branches
@@ -152,7 +152,7 @@ def test_a_variable_is_set_to_the_one_before_in_its_chain():
 
 
 def listed_words(length):
-    """The other words of a list of common words, in bytes; None where the text is too short for any."""
+    """The rarer words in the list of a common-words case, with byte tokens; None where the text is too short."""
     try:
         sample = common_words(np.random.default_rng(3), BYTES, length, common=2, often=3, seldom=2)
     except ValueError:
@@ -173,7 +173,7 @@ def test_a_word_joins_the_list_as_soon_as_it_fits():
 
 def test_short_lists_have_no_two_words_that_are_equally_frequent_either():
     config = EvaluateConfig(words=CONFIG.words.__class__(cases=1))
-    samples = [every("frequent_words", BYTES, length, config)[0] for length in range(230, 480, 5)]
+    samples = [all_samples("frequent_words", BYTES, length, config)[0] for length in range(230, 480, 5)]
     assert len({len(words(prompt(sample, BYTES))) for sample in samples}) > 5
     for sample in samples:
         assert solve_frequent(prompt(sample, BYTES)) == answers(sample, BYTES)
@@ -182,7 +182,7 @@ def test_short_lists_have_no_two_words_that_are_equally_frequent_either():
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
 def test_a_passkey_is_hidden_in_filler_and_asked_for_once(vocabulary):
     keys = []
-    for sample in every("passkey", vocabulary, 600):
+    for sample in all_samples("passkey", vocabulary, 600):
         text = vocabulary.tokenizer.decode(sample.tokens).decode()
         key = sample.answer.decode()
         assert re.findall(r"\d+", text) == [key, key]
@@ -194,7 +194,7 @@ def test_a_passkey_is_hidden_in_filler_and_asked_for_once(vocabulary):
 
 
 @pytest.mark.parametrize("name", ["passkey", "needle_single"])
-def test_a_needle_stands_at_its_depth_to_within_half_a_sentence(name):
+def test_a_needle_is_at_its_depth_to_within_half_a_sentence(name):
     needle = {"passkey": r"The pass key is \d+\. Remember it.*? key\. ", "needle_single": r"The number of the .*?\. "}
     opening, longest = (
         (passkey_module._OPENING, max(map(len, passkey_module.SENTENCES)))
@@ -212,7 +212,7 @@ def test_a_needle_stands_at_its_depth_to_within_half_a_sentence(name):
 
 
 def test_idle_text_does_not_stop_within_a_sentence():
-    text = BYTES.tokenizer.decode(every("passkey", BYTES, 777)[50].tokens).decode().split("\n")[1]
+    text = BYTES.tokenizer.decode(all_samples("passkey", BYTES, 777)[50].tokens).decode().split("\n")[1]
     assert "".join(re.findall(r"Grass.*? more\. ", text))  # whole cycles
     assert re.search(r"[a-z]\. The pass key", text)
     assert re.search(r"is the pass key\. [A-Z]", text)
@@ -243,7 +243,7 @@ def test_a_filling_begins_with_a_whole_sentence_where_one_fits():
 
 
 def test_recall_queries_every_pair_once_and_nothing_else_is_a_key():
-    for sample in every("mqar", BYTES, 120):
+    for sample in all_samples("mqar", BYTES, 120):
         tokens, pairs = sample.tokens.tolist(), CONFIG.mqar.pairs
         shown = dict(zip(tokens[1 : 2 * pairs : 2], tokens[2 : 2 * pairs + 1 : 2], strict=True))
         queries = [start for start, _ in sample.answers]
@@ -255,7 +255,7 @@ def test_recall_queries_every_pair_once_and_nothing_else_is_a_key():
 
 def test_recall_distances_follow_the_power_law():
     config = EvaluateConfig(batch_tokens=10**6, mqar=EvaluateConfig().mqar.__class__(cases=4000, pairs=1, power=0.5))
-    slots = [(sample.answers[0][0] - 2 - 2) // 2 for sample in every("mqar", BYTES, 2 + 2 + 2 * 30, config)]
+    slots = [(sample.answers[0][0] - 2 - 2) // 2 for sample in all_samples("mqar", BYTES, 2 + 2 + 2 * 30, config)]
     law = np.arange(1, 31) ** -0.5
     wanted = 4000 * law / law.sum()
     found = np.bincount(slots, minlength=30)
@@ -265,7 +265,7 @@ def test_recall_distances_follow_the_power_law():
 
 @pytest.mark.parametrize("length", [4, 5, 64, 65])
 def test_a_copy_repeats_the_string_before_the_marker(length):
-    for sample in every("copy", BYTES, length):
+    for sample in all_samples("copy", BYTES, length):
         tokens, first = sample.tokens.tolist(), sample.answers[0][0]
         marker, string = tokens[first - 1], tokens[1 : first - 1]
         assert tokens.count(marker) == 1
@@ -275,7 +275,7 @@ def test_a_copy_repeats_the_string_before_the_marker(length):
 
 
 @pytest.mark.parametrize("name", ["induction", "passkey_tokens"])
-def test_the_last_symbol_stood_once_before_at_the_depth_and_what_followed_is_the_answer(name):
+def test_the_last_symbol_occurs_once_before_at_the_depth_and_what_followed_is_the_answer(name):
     for group in cases(name, CONFIG.section(name), BYTES, 101):
         for sample in group.samples:
             tokens, first = sample.tokens.tolist(), sample.answers[0][0]
@@ -297,7 +297,7 @@ def test_symbols_are_single_visible_characters():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_cases_are_the_same_every_time_and_differ_from_each_other(name):
-    once, again = every(name, BYTES, 800), every(name, BYTES, 800)
+    once, again = all_samples(name, BYTES, 800), all_samples(name, BYTES, 800)
     assert all((a.tokens == b.tokens).all() for a, b in zip(once, again, strict=True))
     assert len({sample.tokens.tobytes() for sample in once}) == len(once)
     section = CONFIG.section(name)
@@ -312,7 +312,7 @@ def test_cases_are_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_length_that_is_too_short_names_one_that_is_not(name):
+def test_the_error_for_a_short_length_names_the_shortest_that_works(name):
     section = CONFIG.section(name)
     sizes = {size: getattr(section, size) for size in TASKS[name].sizes if size != "depth"}
     sizes |= {"depth": 0.5} if TASKS[name].has_depth else {}

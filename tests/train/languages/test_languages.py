@@ -1,4 +1,4 @@
-"""Languages of strings and grids: every answer against one worked out by hand, positions, and a run from end to end."""
+"""Formal languages on strings and grids: answers against plain Python, positions, and a whole run."""
 
 import itertools
 import json
@@ -92,7 +92,7 @@ def test_answers_on_grids(shorter):
 
 
 def test_short_strings_get_ids_of_the_whole_range():
-    """Ids of the tokens of a string of n symbols: a uniform subset of n + 1, whatever the size of the buffer."""
+    """A string of n symbols gets a uniform random subset of n + 1 ids, independent of the size of the buffer."""
     batch = LANGUAGES["even pairs"].sample(KEY, 4000, 7, True)
     ids = np.asarray(positions_of(Randomised(40), KEY, batch, True)["positions"])
     used = np.asarray((batch.tokens != PAD).sum(1))
@@ -105,7 +105,7 @@ def test_short_strings_get_ids_of_the_whole_range():
     np.testing.assert_array_equal(tested, Randomised(40).evaluate(8).positions)
 
 
-def test_grids_stand_on_two_axes_or_three():
+def test_grids_have_two_axes_or_three():
     config = LanguagesConfig(grid_schemes=(SchemeConfig("axial"),), schemes=(SchemeConfig("rope"),))
     batch = LANGUAGES["grid neighbours"].sample(KEY, 2, 3)
     placed = {}
@@ -128,9 +128,9 @@ def test_a_run_learns_and_reports(tmp_path, capsys):
     assert [(row["label"], row["length"]) for row in rows] == [("waves", 3), ("waves", 5)]
     assert rows[0]["accuracy"] > 0.75, "guessing gets half of it"
     assert 0.2 < rows[1]["accuracy"] < rows[0]["accuracy"]
-    told = capsys.readouterr().out
-    assert "reverse string (DCF): accuracy in %, guessing 50, trained up to length 3" in told
-    assert f"{100 * rows[0]['accuracy']:.1f}" in told
+    output = capsys.readouterr().out
+    assert "reverse string (DCF): accuracy in %, guessing 50, trained up to length 3" in output
+    assert f"{100 * rows[0]['accuracy']:.1f}" in output
     saved = [json.loads(line) for line in (tmp_path / "languages" / "results.jsonl").read_text().splitlines()]
     assert saved == rows
     assert (tmp_path / "languages" / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -150,7 +150,7 @@ def test_mistakes_in_a_config(values, message):
         parse({"schemes": ["rope"], "grid_schemes": ["axial"]} | values, LanguagesConfig)
 
 
-def test_ids_must_suffice_before_anything_is_trained():
+def test_too_few_ids_are_refused_before_anything_is_trained():
     entry = {"name": "rope", "training_positions": {"name": "randomised", "max_length": 32}}
     config = parse({"languages": ["parity"], "schemes": [entry], "test_lengths": [10, 40]}, LanguagesConfig)
     with pytest.raises(ValueError, match="length 41 is above max_length=32"):

@@ -1,4 +1,4 @@
-"""Training runs: what they leave, how they resume, what they refuse."""
+"""Training runs: the files they write, how they resume, and what they refuse."""
 
 import dataclasses
 import json
@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from programs import shared_programs
 
+from train.checkpoint.manager import whole_steps
 from train.checkpoint.restore import restore_model
 from train.config import MeshConfig, dump, parse, to_dict
 from train.data.sources import all_documents
@@ -52,13 +53,13 @@ def config(text):
 
 @pytest.fixture(scope="module", autouse=True)
 def programs():
-    """Runs of one config share theirs."""
+    """Runs of one config share their compiled programs."""
     with shared_programs():
         yield
 
 
 @pytest.fixture(scope="module")
-def straight(config, tmp_path_factory):
+def uninterrupted(config, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "straight"
     return fit(config, directory)
 
@@ -77,8 +78,8 @@ def contents(directory):
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
-def test_a_run_leaves_everything_behind(config, straight):
-    directory = straight.directory
+def test_a_run_leaves_everything_behind(config, uninterrupted):
+    directory = uninterrupted.directory
     assert {path.name for path in directory.iterdir()} == {
         "config.yaml",
         "versions.json",
@@ -96,26 +97,26 @@ def test_a_run_leaves_everything_behind(config, straight):
     assert rates[:2] == [None, None], "the clock starts after the first five steps"
     assert rates[2] > 0
     np.testing.assert_allclose([line["learning_rate"] for line in lines], [0.01, 0.0055, 0.001], rtol=1e-5)
-    assert lines[-1]["loss"] == straight.final_loss < lines[0]["loss"]
-    assert straight.finished
-    assert straight.steps == STEPS
-    assert straight.tokens_per_second > 0
-    assert 2**26 < straight.peak_memory_bytes < 2**36
+    assert lines[-1]["loss"] == uninterrupted.final_loss < lines[0]["loss"]
+    assert uninterrupted.finished
+    assert uninterrupted.steps == STEPS
+    assert uninterrupted.tokens_per_second > 0
+    assert 2**26 < uninterrupted.peak_memory_bytes < 2**36
     assert "jax" in json.loads((directory / "versions.json").read_text())
     assert (directory / "config.yaml").read_text() == dump(config)
 
 
-def test_a_finished_run_is_not_touched(config, straight):
-    before = contents(straight.directory)
-    assert fit(config, straight.directory) == straight
-    assert read_result(straight.directory) == straight
-    assert contents(straight.directory) == before
+def test_a_finished_run_is_not_touched(config, uninterrupted):
+    before = contents(uninterrupted.directory)
+    assert fit(config, uninterrupted.directory) == uninterrupted
+    assert read_result(uninterrupted.directory) == uninterrupted
+    assert contents(uninterrupted.directory) == before
 
 
-def test_a_restored_model_is_the_trained_one(config, straight):
-    found, model = restore_model(straight.directory)
+def test_a_restored_model_is_the_trained_one(config, uninterrupted):
+    found, model = restore_model(uninterrupted.directory)
     assert found == config
-    chex.assert_tree_all_finite(parameters(straight.directory))
+    chex.assert_tree_all_finite(parameters(uninterrupted.directory))
     logits = model(np.zeros((1, 5), np.int32))
     chex.assert_shape(logits, (1, 5, 260))
 
@@ -125,7 +126,7 @@ class Killed(Exception):
 
 
 def kill_after(monkeypatch, steps):
-    """Ends a run without any farewell at the beginning of its step number `steps` + 1."""
+    """Makes a run raise `Killed` at the start of step `steps` + 1, so it saves nothing more."""
     original, count = loop.global_batch, iter(range(10**6))
 
     def global_batch(*arguments):
@@ -137,7 +138,7 @@ def kill_after(monkeypatch, steps):
 
 
 @pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.wide), 5])
-def test_a_killed_run_repeats_the_uninterrupted_one_bit_for_bit(config, straight, tmp_path, monkeypatch, steps):
+def test_a_killed_run_repeats_the_uninterrupted_one_bit_for_bit(config, uninterrupted, tmp_path, monkeypatch, steps):
     directory = tmp_path / "killed"
     with monkeypatch.context() as patch:
         kill_after(patch, steps)
@@ -145,19 +146,19 @@ def test_a_killed_run_repeats_the_uninterrupted_one_bit_for_bit(config, straight
             fit(config, directory)
     assert read_result(directory) is None
     assert fit(config, directory).finished
-    chex.assert_trees_all_equal(parameters(directory), parameters(straight.directory))
-    assert metrics(directory) == metrics(straight.directory)
+    chex.assert_trees_all_equal(parameters(directory), parameters(uninterrupted.directory))
+    assert metrics(directory) == metrics(uninterrupted.directory)
 
 
-def test_a_run_killed_before_its_result_was_written_is_finished(config, straight, tmp_path):
-    directory = shutil.copytree(straight.directory, tmp_path / "copy")
+def test_a_run_killed_before_its_result_was_written_is_finished(config, uninterrupted, tmp_path):
+    directory = shutil.copytree(uninterrupted.directory, tmp_path / "copy")
     (directory / "fit.json").unlink()
     again = fit(config, directory)
-    assert (again.steps, again.final_loss) == (straight.steps, straight.final_loss)
+    assert (again.steps, again.final_loss) == (uninterrupted.steps, uninterrupted.final_loss)
     assert read_result(directory) == again
 
 
-def test_a_run_goes_on_over_another_number_of_devices(config, straight, tmp_path, monkeypatch):
+def test_a_run_resumes_on_another_number_of_devices(config, uninterrupted, tmp_path, monkeypatch):
     directory = tmp_path / "moved"
     with monkeypatch.context() as patch:
         kill_after(patch, 4)
@@ -165,10 +166,10 @@ def test_a_run_goes_on_over_another_number_of_devices(config, straight, tmp_path
             fit(config, directory)
     more = dataclasses.replace(config, train=dataclasses.replace(config.train, mesh=MeshConfig(data=4)))
     assert fit(more, directory).finished
-    chex.assert_trees_all_close(parameters(directory), parameters(straight.directory), atol=1e-4)
+    chex.assert_trees_all_close(parameters(directory), parameters(uninterrupted.directory), atol=1e-4)
 
 
-def test_a_torn_line_of_metrics_is_written_again(config, straight, tmp_path, monkeypatch):
+def test_a_torn_line_of_metrics_is_written_again(config, uninterrupted, tmp_path, monkeypatch):
     directory = tmp_path / "torn"
     with monkeypatch.context() as patch:
         kill_after(patch, 5)
@@ -177,13 +178,13 @@ def test_a_torn_line_of_metrics_is_written_again(config, straight, tmp_path, mon
     file = directory / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-9])
     fit(config, directory)
-    assert metrics(directory) == metrics(straight.directory)
+    assert metrics(directory) == metrics(uninterrupted.directory)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_stops(config, straight, tmp_path, monkeypatch, number):
+def test_a_signal_saves_and_stops(config, uninterrupted, tmp_path, monkeypatch, number):
     directory = tmp_path / "stopped"
-    usual = signal.getsignal(number)
+    handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
         original, count = loop.global_batch, iter(range(10**6))
 
@@ -195,15 +196,15 @@ def test_a_signal_saves_and_stops(config, straight, tmp_path, monkeypatch, numbe
         patch.setattr(loop, "global_batch", global_batch)
         stopped = fit(config, directory)
     assert (stopped.steps, stopped.finished) == (4, False)
-    assert signal.getsignal(number) is usual
+    assert signal.getsignal(number) is handler
     assert (directory / "checkpoints" / "4").is_dir()
     assert fit(config, directory).finished
-    chex.assert_trees_all_equal(parameters(directory), parameters(straight.directory))
-    assert metrics(directory) == metrics(straight.directory)
+    chex.assert_trees_all_equal(parameters(directory), parameters(uninterrupted.directory))
+    assert metrics(directory) == metrics(uninterrupted.directory)
 
 
 def test_signals_are_left_alone_outside_the_main_thread():
-    usual, seen = signal.getsignal(signal.SIGINT), []
+    handler, seen = signal.getsignal(signal.SIGINT), []
 
     def look():
         with loop.stop_requested():
@@ -212,7 +213,7 @@ def test_signals_are_left_alone_outside_the_main_thread():
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert seen == [usual]
+    assert seen == [handler]
 
 
 def test_progress_is_plain_lines_without_a_terminal(config, tmp_path, capsys):
@@ -224,24 +225,24 @@ def test_progress_is_plain_lines_without_a_terminal(config, tmp_path, capsys):
     assert lines[-1].endswith("0:00:00 left")
 
 
-def test_flags_that_a_run_lacks_are_told_once(config, straight, tmp_path, capsys, monkeypatch):
+def test_missing_flags_are_printed_once(config, uninterrupted, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("train.runtime.flags.advice", lambda kind: f"flags for {kind}")
     fit(config, tmp_path / "shown", progress="mine")
     assert capsys.readouterr().out.splitlines()[0] == "flags for cpu"
-    fit(config, straight.directory, progress="finished")
+    fit(config, uninterrupted.directory, progress="finished")
     monkeypatch.setattr("train.loop.fit.read_result", lambda directory: None)
-    fit(config, straight.directory, progress="resumes")
+    fit(config, uninterrupted.directory, progress="resumes")
     assert "flags" not in capsys.readouterr().out
 
 
-def test_another_config_is_refused_and_nothing_changes(config, straight):
-    before = contents(straight.directory)
+def test_another_config_is_refused_and_nothing_changes(config, uninterrupted):
+    before = contents(uninterrupted.directory)
     other = parse({**to_dict(config), "seed": 7, "scheme": "alibi"})
     message = r"straight belongs to another config: seed was 0, now 7; scheme.name was 'rope', now 'alibi'"
     with pytest.raises(ValueError, match=message) as error:
-        fit(other, straight.directory)
+        fit(other, uninterrupted.directory)
     assert "\n" not in str(error.value)
-    assert contents(straight.directory) == before
+    assert contents(uninterrupted.directory) == before
 
 
 def test_a_checkpoint_of_another_config_is_refused(config, tmp_path, monkeypatch):
@@ -297,6 +298,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(config
         fit(parse(values), tmp_path / "run")
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert not (tmp_path / "run" / "fit.json").exists()
+    assert list(whole_steps(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_what_cannot_work_is_refused_before_anything_is_made(config, tmp_path, c
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_never_started_does_not_stand_in_the_way(config, tmp_path, monkeypatch):
+def test_a_run_that_never_started_does_not_block_another_config(config, tmp_path, monkeypatch):
     directory = tmp_path / "corrected"
     with monkeypatch.context() as patch:
         kill_after(patch, 0)

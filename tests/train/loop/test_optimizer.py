@@ -1,4 +1,4 @@
-"""Schedules, factors of the rate and the dtype of moments, against closed forms and optax's own optimizers."""
+"""Schedules, learning-rate factors and the dtype of moments, against closed forms and optax's own optimizers."""
 
 import chex
 import jax
@@ -13,7 +13,7 @@ from train.loop.optimizer import kept_moments, learning_rate, make_optimizer
 
 @pytest.mark.parametrize("warmup", [0, 10])
 @pytest.mark.parametrize(("schedule", "last"), [("linear", 0.2), ("constant", 2.0)])
-def test_learning_rate_is_a_line_and_then_another_or_none(schedule, last, warmup):
+def test_learning_rate_warms_up_and_then_decays_linearly_or_is_constant(schedule, last, warmup):
     config = TrainConfig(steps=110, warmup_steps=warmup, learning_rate=2.0, final_learning_rate=0.1, schedule=schedule)
     rate = learning_rate(config)
     knots = {0: 2.0} | ({0: 0.0, warmup: 2.0} if warmup else {}) | {110: last}
@@ -24,8 +24,8 @@ def test_learning_rate_is_a_line_and_then_another_or_none(schedule, last, warmup
 MATRICES = {"a": ("embed", "mlp"), "b": ("embed", "mlp")}
 
 
-def moved(config, gradients, steps=1):
-    """Two parameters of ones after so many updates."""
+def updated(config, gradients, steps=1):
+    """Two parameters that start as ones, and the state of the optimizer, after `steps` updates."""
     optimizer = make_optimizer(config, MATRICES)
     parameters = jax.tree.map(jnp.ones_like, gradients)
     state = optimizer.init(parameters)
@@ -39,16 +39,16 @@ PLAIN = {"learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0, "clip_
 
 
 def test_factors_multiply_the_rate_of_the_parameters_that_they_name():
-    """Every update of AdamW is the rate times the sign of a constant gradient, and the decay."""
+    """With a constant gradient, an update of AdamW is the rate times the sum of the gradient's sign and the decay."""
     gradients = {"a": jnp.full((2, 3), 0.3), "b": jnp.full((2, 3), -0.2)}
     factors = {"a": 0.5, "[ab]": 0.25}
-    found, _ = moved(TrainConfig(**PLAIN, weight_decay=0.2, learning_rate_factors=factors), gradients, steps=2)
+    found, _ = updated(TrainConfig(**PLAIN, weight_decay=0.2, learning_rate_factors=factors), gradients, steps=2)
     for name, rate in (("a", 0.1 * 0.5 * 0.25), ("b", 0.1 * 0.25)):
         expected = 1.0
         for _ in range(2):
             expected -= rate * (np.sign(gradients[name][0, 0]) + 0.2 * expected)
         np.testing.assert_allclose(found[name], expected, rtol=1e-5)
-    frozen, _ = moved(TrainConfig(**PLAIN, trainable=("b",), learning_rate_factors=factors), gradients)
+    frozen, _ = updated(TrainConfig(**PLAIN, trainable=("b",), learning_rate_factors=factors), gradients)
     np.testing.assert_array_equal(frozen["a"], 1.0)
     assert (np.asarray(frozen["b"]) != 1.0).all()
     with pytest.raises(ValueError, match=r"^train.learning_rate_factors: 'c' names no parameter; the names are a, b"):
@@ -58,7 +58,7 @@ def test_factors_multiply_the_rate_of_the_parameters_that_they_name():
 def test_first_moments_in_bfloat16_are_those_of_optax():
     random = np.random.default_rng(0)
     gradients = {name: jnp.asarray(random.normal(size=(2, 3)), jnp.float32) for name in MATRICES}
-    found, state = moved(TrainConfig(**PLAIN, weight_decay=0.0, moment_dtype="bfloat16"), gradients, steps=3)
+    found, state = updated(TrainConfig(**PLAIN, weight_decay=0.0, moment_dtype="bfloat16"), gradients, steps=3)
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree_utils.tree_get(state, "mu"))} == {jnp.dtype("bfloat16")}
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree_utils.tree_get(state, "nu"))} == {jnp.dtype("float32")}
     optimizer = optax.adam(0.1, 0.9, 0.95, mu_dtype=jnp.bfloat16)
@@ -70,11 +70,11 @@ def test_first_moments_in_bfloat16_are_those_of_optax():
     chex.assert_trees_all_close(found, wanted, rtol=1e-6)
 
 
-def test_a_schedule_begins_anew_where_moments_are_kept():
+def test_a_schedule_restarts_when_moments_are_kept():
     gradients = {name: jnp.full((2, 3), 0.3) for name in MATRICES}
     config = TrainConfig(**{**PLAIN, "schedule": "linear"}, trainable=("a",))
     optimizer = make_optimizer(config, MATRICES)
-    _, last = moved(config, gradients, steps=3)
+    _, last = updated(config, gradients, steps=3)
     kept = kept_moments(last, optimizer.init(gradients))
     chex.assert_trees_all_equal_shapes_and_dtypes(kept, last)
     counts = dict(optax.tree_utils.tree_get_all_with_path(kept, "count"))

@@ -1,4 +1,4 @@
-"""Batches in parts over several replicas: the gradients of one device, and one exchange between replicas a step."""
+"""Gradient accumulation over replicas: the gradients of one device, and one exchange between replicas a step."""
 
 import collections
 import importlib.util
@@ -43,7 +43,7 @@ def batch():
 
 
 def gradient(config, batch):
-    """The loss of a step, and its gradient, of which the first moments are a tenth."""
+    """The loss of a step, and the first moments after it, which are a tenth of the gradient."""
     program, mesh = built(config)
     random = np.random.default_rng(0)
 
@@ -77,12 +77,14 @@ def test_replicas_that_add_up_their_own_parts_give_the_gradient_of_one_device(ba
     loss, wanted = gradient(config_of(scheme, model, mesh={"data": 1}, **alone), batch)
     found_loss, found = gradient(config_of(scheme, model, **train), batch)
     np.testing.assert_allclose(found_loss, loss, rtol=1e-6)
-    for (path, leaf), own in zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(own, leaf, atol=1e-6 * np.abs(leaf).max(), rtol=0, err_msg=str(path))
+    for (path, leaf), found_leaf in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True
+    ):
+        np.testing.assert_allclose(found_leaf, leaf, atol=1e-6 * np.abs(leaf).max(), rtol=0, err_msg=str(path))
 
 
 def runs(module, computation, times=1):
-    """Every instruction of a program with how often it runs."""
+    """Every instruction of a program, and how often it runs."""
     for line in module.computations[computation]:
         yield times, line
         trips = (module.trips(line) or 1) if line.opcode == "while" else 1
@@ -91,15 +93,15 @@ def runs(module, computation, times=1):
 
 
 def exchanged(config):
-    """Bytes of the gradients' sums over `replica` in a step over virtual devices, by how often each runs."""
+    """Bytes that a step on virtual devices sums over `replica`, by how often the collective runs."""
     program, mesh = built(config)
     with jax.set_mesh(mesh):
         text = program.update.lower(program.abstract, abstract_batch(config, mesh)).compile().as_text()
     module, sizes = read_program(text), collections.Counter()
-    within = mesh.size // mesh.shape["replica"]
+    per_replica = mesh.size // mesh.shape["replica"]
     for times, line in runs(module, module.entry):
         if kind_of(line) in COLLECTIVES and any(
-            len({device // within for device in group}) > 1 for group in groups_of(line, mesh.size)
+            len({device // per_replica for device in group}) > 1 for group in groups_of(line, mesh.size)
         ):
             sizes[times] += sum(array.bytes for array in line.results)
     return sizes
@@ -117,8 +119,8 @@ def test_gradients_go_over_the_replicas_once_a_step(monkeypatch):
     assert sum(times * size for times, size in before.items() if times > 1) > 3 * held
 
 
-def test_a_batch_that_is_whole_is_computed_as_on_one_slice(monkeypatch):
-    """Nothing is divided where nothing is added up."""
+def test_a_batch_without_accumulation_is_computed_as_on_one_slice(monkeypatch):
+    """Replicas add up their own parts only if there are several parts."""
 
     def refuse(*_):
         raise AssertionError

@@ -1,4 +1,4 @@
-"""A curriculum: stages that start from each other's weights, and go on inside any of them."""
+"""A curriculum: each stage starts from the weights of the one before, and a run resumes inside any stage."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ CURRICULUM = [
 
 @pytest.fixture(scope="module", autouse=True)
 def programs():
-    """Runs of one config share theirs."""
+    """Runs of one config share their compiled programs."""
     with shared_programs():
         yield
 
@@ -83,25 +83,25 @@ def losses(directory):
 
 
 @pytest.fixture(scope="module")
-def straight(config, tmp_path_factory):
+def uninterrupted(config, tmp_path_factory):
     return fit(config, tmp_path_factory.mktemp("straight") / "run")
 
 
-def test_stages_follow_each_other(config, straight):
-    assert straight.finished
-    assert straight.steps == config.steps == 12
-    found = lines(straight.directory)
+def test_stages_follow_each_other(config, uninterrupted):
+    assert uninterrupted.finished
+    assert uninterrupted.steps == config.steps == 12
+    found = lines(uninterrupted.directory)
     steps = {"short": 4, "collinear": 4, "attention": 2, "long": 2}
     assert [line["stage"] for line in found] == [name for name, count in steps.items() for _ in range(count)]
     assert [line["tokens"] for line in found] == [256 * n for n in (*range(1, 9), 10, 12, 13, 14)]
     assert [line["step"] for line in found if "held_out_loss" in line] == [4, 8, 10, 12]
-    saved = {int(path.name) for path in (straight.directory / "checkpoints").iterdir()}
+    saved = {int(path.name) for path in (uninterrupted.directory / "checkpoints").iterdir()}
     assert {4, 8, 10, 12} <= saved, "the end of every stage is kept"
-    assert losses(straight.directory)[-1] < losses(straight.directory)[0] - 0.15
+    assert losses(uninterrupted.directory)[-1] < losses(uninterrupted.directory)[0] - 0.15
 
 
 def test_held_out_rows_are_spread_and_come_in_batches(config):
-    """40 rows, of which 24 are to be measured, 8 at a time."""
+    """Of 40 rows, 24 are evaluated, 8 at a time."""
 
     class Rows:
         def __len__(self):
@@ -121,13 +121,13 @@ def test_held_out_rows_are_spread_and_come_in_batches(config):
     assert found == np.linspace(0, 39, 24).astype(int).reshape(3, 8).tolist()
 
 
-def test_a_stage_changes_the_base(straight):
-    found = [restore_model(straight.directory, stage)[1].config for stage in ("collinear", "attention")]
+def test_a_stage_changes_the_base(uninterrupted):
+    found = [restore_model(uninterrupted.directory, stage)[1].config for stage in ("collinear", "attention")]
     assert [model.layers.schemes[0].features.frequencies.base for model in found] == [10_000.0, 500.0]
 
 
-def test_the_last_stage_is_what_is_restored(straight):
-    config, model = restore_model(straight.directory)
+def test_the_last_stage_is_what_is_restored(uninterrupted):
+    config, model = restore_model(uninterrupted.directory)
     assert config.train.length == 32
     features = model.config.layers.schemes[0].features
     assert isinstance(features, Coca)
@@ -139,19 +139,19 @@ def weights(directory, stage):
     return dict(named_parameters(nnx.to_pure_dict(nnx.state(restore_model(directory, stage)[1]))))
 
 
-def test_the_middle_step_of_a_conversion_moves_attentions_projections(straight):
-    before, after = (weights(straight.directory, stage) for stage in ("collinear", "attention"))
+def test_the_middle_step_of_a_conversion_moves_attentions_projections(uninterrupted):
+    before, after = (weights(uninterrupted.directory, stage) for stage in ("collinear", "attention"))
     assert before.keys() == after.keys()
     moved = {name for name in after if not np.array_equal(before[name], after[name])}
     assert moved == {f"stacks/0/0/attention/{name}" for name in "qkv"}
 
 
-def test_a_run_killed_in_every_stage_goes_on_bit_for_bit(config, straight, tmp_path, monkeypatch):
+def test_a_run_killed_in_every_stage_resumes_bit_for_bit(config, uninterrupted, tmp_path, monkeypatch):
     for killed_after in (2, 4, 5, 9, 11):
         killed(config, tmp_path / "run", killed_after, monkeypatch)
-        assert losses(tmp_path / "run") == losses(straight.directory)[:killed_after]
+        assert losses(tmp_path / "run") == losses(uninterrupted.directory)[:killed_after]
     assert fit(config, tmp_path / "run").finished
-    assert losses(tmp_path / "run") == losses(straight.directory)
+    assert losses(tmp_path / "run") == losses(uninterrupted.directory)
 
 
 def schemes(before, after):
@@ -187,7 +187,7 @@ def test_schemes_that_do_not_follow_from_each_other_are_refused(before, after, m
         check_continues(*schemes(before, after))
 
 
-def test_a_stage_that_cannot_follow_is_told_before_the_first_begins(config, tmp_path):
+def test_a_stage_that_cannot_follow_is_refused_before_the_first_begins(config, tmp_path):
     values = to_dict(config)
     values["stages"] = [{"name": "short"}, {"scheme": "t5"}]
     with pytest.raises(ValueError, match="'t5' cannot start from the weights of 'rope'"):
@@ -204,7 +204,7 @@ def test_stages_keep_what_they_do_not_change(config):
 
 
 def decaying(config, text):
-    """Short text at a constant rate, then long text while the rate falls, with the moments there are."""
+    """Short rows at a constant rate, then long rows of other text while the rate decays; the moments are kept."""
     values = to_dict(config)
     values["train"] |= {"schedule": "constant"}
     train = {"length": 32, "schedule": "linear", "final_learning_rate": 0.0, "warmup_steps": 0, "keep_moments": True}
@@ -229,24 +229,24 @@ def test_a_stage_reads_its_text_and_keeps_the_moments_while_its_rate_falls(confi
     rates = [line["learning_rate"] for line in lines(decayed.directory)]
     peak = config.train.learning_rate
     np.testing.assert_allclose(rates, [peak, peak, peak, peak, *(peak * share for share in (0.75, 0.5, 0.25, 0))])
-    told = []
-    stages = loop.prepare(decaying(config, other_text), told.append)
-    assert told == []
+    messages = []
+    stages = loop.prepare(decaying(config, other_text), messages.append)
+    assert messages == []
     seen = [set(stage.rows.batch(np.arange(4)).tokens.ravel().tolist()) for stage in stages]
     digits = set(b"0123456789 ")
     assert seen[1] & set(range(256)) == digits
     assert not seen[0] & set(b"0123456789")
 
 
-def test_a_stage_that_may_train_on_what_is_measured_is_told(config):
-    values, told = to_dict(config), []
+def test_a_stage_that_may_train_on_held_out_text_prints_a_warning(config):
+    values, messages = to_dict(config), []
     values["stages"] = [{"name": "stable"}, {"name": "decay", "data": {"held_out": 0.5}}]
-    loop.prepare(parse(values), told.append)
-    assert told[0].startswith("warning: stage 'decay' reads 2 files of data as part of another text")
+    loop.prepare(parse(values), messages.append)
+    assert messages[0].startswith("warning: stage 'decay' reads 2 files of data as part of another text")
 
 
 def test_moments_are_kept_only_when_asked(config, decayed, other_text, tmp_path):
-    """The first update of a new AdamW moves every number by the rate; one that goes on does not."""
+    """The first update with fresh moments changes every parameter by the rate; with kept moments it does not."""
     values = to_dict(decaying(config, other_text))
     values["stages"][1]["train"]["keep_moments"] = False
     fresh = fit(parse(values), tmp_path / "run")
@@ -254,7 +254,7 @@ def test_moments_are_kept_only_when_asked(config, decayed, other_text, tmp_path)
     assert losses(fresh.directory)[5] != losses(decayed.directory)[5]
 
 
-def test_a_run_with_its_own_text_in_a_stage_goes_on_bit_for_bit(config, decayed, other_text, tmp_path, monkeypatch):
+def test_a_run_with_other_text_in_a_stage_resumes_bit_for_bit(config, decayed, other_text, tmp_path, monkeypatch):
     wanted = decaying(config, other_text)
     for killed_after in (2, 4, 7):
         killed(wanted, tmp_path / "run", killed_after, monkeypatch)

@@ -1,7 +1,7 @@
 """A step in bfloat16 sums in float32: over the rows of a part, over parts, and over the tokens of a row.
 
-Equal rows give equal parts, so their mean gradient is that of one of them, whatever their number. Summed in bfloat16,
-equal parts stop counting at 256.
+Equal rows have equal gradients, so the mean gradient is that of one row, however many there are. A sum in bfloat16
+would stop growing after 256 equal terms.
 """
 
 import jax
@@ -22,14 +22,13 @@ TRAIN = {"length": LENGTH, "batch_tokens": ROWS * LENGTH, "warmup_steps": 0, "cl
 T5 = {"name": "t5", "num_buckets": 4, "max_distance": 6, "norm": {"name": "qk-norm"}, "scale": {"name": "ssmax"}}
 IN_PARTS = {"accumulate": 4, "loss_chunks": 4}
 ROUNDED = 2**-8
-"""What rounding to bfloat16 once may change: sums in another order may round to neighbours (gemma3: one in 64 numbers).
-"""
+"""The tolerance after one rounding to bfloat16: sums in another order may round to a neighbour (gemma3: 1 in 64 do)."""
 DRAWN = {name for name in NAMES if preset(name).training_positions is not None}
-"""Those whose rows stand at positions of their own in training, so that equal ones differ."""
+"""Schemes that draw training positions for each row, so that equal rows differ."""
 
 
 def batch(labelled):
-    """Equal rows, of which so many are predicted."""
+    """Equal rows, of which only the first `labelled` have labels."""
     tokens = np.tile(np.random.default_rng(0).integers(0, 4, LENGTH, np.int32), (ROWS, 1))
     labels = np.where(np.arange(ROWS)[:, None] < labelled, tokens * 7 % 5, -1).astype(np.int32)
     fields = {"positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)), "segment_ids": np.zeros_like(tokens)}
@@ -37,7 +36,7 @@ def batch(labelled):
 
 
 def mean_gradients(scheme, train, model):
-    """The first moments that a step leaves, 0.1 of its gradient: of the first row alone, and of all."""
+    """The first moments after a step (0.1 of its gradient), first with one labelled row, then with all labelled."""
     config = parse({"model": {**MODEL, **model}, "scheme": scheme, "train": {**TRAIN, "steps": 1, **train}})
     mesh = make_mesh(config.train.mesh, config.train.rows)
     program = build_program(config, mesh)
@@ -47,8 +46,8 @@ def mean_gradients(scheme, train, model):
     )
     with jax.set_mesh(mesh):
         for labelled in (1, ROWS):
-            given = global_batch(mesh, batch(labelled), ROWS, slice(0, ROWS))
-            state, metrics = program.update(program.begin(parameters), given)
+            arrays = global_batch(mesh, batch(labelled), ROWS, slice(0, ROWS))
+            state, metrics = program.update(program.begin(parameters), arrays)
             assert int(metrics.skipped) == 0
             yield optax.tree_utils.tree_get(state.optimizer, "mu")
 

@@ -1,4 +1,4 @@
-"""Several trainings as one program: the parameters that each has by itself, in directories as `fit` leaves them."""
+"""Several trainings in one program: each has the parameters and the directory that `fit` alone gives it."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ T5 = {"name": "t5", "num_buckets": 4, "max_distance": 6}
 
 @pytest.fixture
 def config(tmp_path):
-    """Makes the config of one training, with this name, seed, and changes of its ``train``."""
+    """A function that makes the config of one training from its name, its seed, and changes of its ``train``."""
     for number in range(8):
         words = " ".join(["brown", "fox", "lazy", "dog", "sleeps"][(number + n * n) % 5] for n in range(80))
         (tmp_path / f"{number}.txt").write_text(words)
@@ -68,7 +68,7 @@ def test_trainings_together_are_those_of_single_runs(config, way, monkeypatch):
 
 
 def test_a_training_of_several_is_a_finished_run(config):
-    """Its data's place is that of the end, so another process does with it what it does with a run of `fit`."""
+    """Its checkpoint has the data position of the last step, so `fit` accepts it as its own finished run."""
     together = [config("one"), config("two", seed=3)]
     results = fit_together(together)
     for each, result in zip(together, results, strict=True):
@@ -79,7 +79,7 @@ def test_a_training_of_several_is_a_finished_run(config):
 
 
 def test_each_ends_at_the_loss_that_is_asked_for(config):
-    """As it would by itself, though the others go on."""
+    """At the same step as alone, while the others continue."""
     quick = {"learning_rate": 2e-2, "steps": 60, "log_every": 5, "stop_loss": 2.0}
     together = [
         config("quick", **quick),
@@ -99,7 +99,7 @@ def test_each_ends_at_the_loss_that_is_asked_for(config):
 
 
 def test_trainings_lie_on_devices_of_their_own(config):
-    """Three trainings on two devices: two each, of which one is computed twice."""
+    """Three trainings on two devices: each device has two, so the third training is computed twice."""
     program = stacked_program([config("a"), config("b", seed=1), config("c", seed=2)], jax.devices()[:2])
     embed = program.initialize().parameters["embed"]
     assert embed.shape[0] == 4

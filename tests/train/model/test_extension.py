@@ -1,4 +1,4 @@
-"""Options of extensions that follow from lengths, and from what a released model has itself."""
+"""Options of extensions that follow from lengths, and from the scaling that a released model already has."""
 
 import math
 
@@ -147,7 +147,7 @@ def test_a_model_that_does_not_rotate_is_extended_at_no_length(length):
         extended(pj.scheme("alibi"), length)
 
 
-def test_layers_with_a_window_are_passed_over():
+def test_layers_with_a_window_are_skipped():
     scheme = pj.Layers((((LOCAL, ROPE), 2),))
     found = extended(scheme, 2 * OWN).schemes
     assert found[0] == LOCAL
@@ -173,7 +173,7 @@ def test_a_mask_that_some_layers_would_lack_is_refused():
 
 
 @pytest.mark.parametrize("change", [{"factor": 16}, {"name": ["yarn"]}])
-def test_a_slot_without_its_name_is_told(change):
+def test_a_slot_without_a_valid_name_is_refused(change):
     with pytest.raises(ValueError, match=r"frequencies: expected \{name: \.\.\., option: value\}, found"):
         continued(scaled(rotary.Llama3()), {"frequencies": change}, OWN, 2 * OWN)
 
@@ -187,5 +187,5 @@ def test_a_model_of_windows_alone_has_nothing_to_extend():
 @pytest.mark.parametrize(
     "change", [{"name": "hope"}, {"name": "yarn", "factor": 4.0}, {"name": "dynamic-ntk", "original_length": 512}]
 )
-def test_what_changes_a_model_at_any_length_does_so_at_its_own(change):
+def test_a_rule_that_changes_a_model_at_any_length_applies_at_its_own_length(change):
     assert continued(ROPE, {"frequencies": change}, OWN, OWN).keys() == {"frequencies"}

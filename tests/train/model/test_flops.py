@@ -57,17 +57,17 @@ DISTANCES = {
 
 
 def dense(mask, length):
-    """The pairs of a mask, one by one."""
-    here = np.arange(length)
-    return np.broadcast_to(mask.allowed(here, here), (length, length)).astype(int)
+    """The mask as a matrix of zeros and ones."""
+    positions = np.arange(length)
+    return np.broadcast_to(mask.allowed(positions, positions), (length, length)).astype(int)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", DISTANCES)
 def test_pairs_are_those_of_the_mask_written_out(name, causal):
     mask = Causal() & DISTANCES[name] if causal else DISTANCES[name]
-    every = [dense(mask, length).sum() for length in range(1, 24)]
-    np.testing.assert_array_equal(prefix_pairs(mask, 23), [0, *every])
+    counts = [dense(mask, length).sum() for length in range(1, 24)]
+    np.testing.assert_array_equal(prefix_pairs(mask, 23), [0, *counts])
 
 
 def test_a_prefix_language_model():
@@ -82,7 +82,7 @@ def test_long_rows_need_no_square():
 
 
 def segments(rows, length, seed):
-    """Documents of random lengths, padding between and behind them."""
+    """Segment ids of documents of random lengths, with padding between and after them."""
     generator = np.random.default_rng(seed)
     ids = np.full((rows, length), -1, np.int32)
     for row in ids:
@@ -96,7 +96,7 @@ def segments(rows, length, seed):
 
 
 def packed(mask, ids):
-    """Allowed pairs of packed rows in NumPy, positions counted in each document."""
+    """The number of allowed pairs in packed rows, by NumPy; positions restart in each document."""
     total = 0
     for row in ids:
         for number in set(row[row >= 0]):
@@ -111,7 +111,7 @@ def test_packed_documents(name):
     assert found == packed(Causal() & DISTANCES[name], ids)
 
 
-def test_layers_and_heads_of_their_own():
+def test_layers_and_heads_with_different_masks():
     remap = LMInfinite(6, 2)
     layers = Layers((((Scheme(mask=Window(5)), Scheme()), 2), ((Scheme(features=Rotary(), remap=remap),), 1)))
     window, full = dense(Causal() & Window(5), 20).sum(), 20 * 21 // 2
@@ -132,7 +132,7 @@ def test_masks_of_flagged_tokens_are_refused():
 
 
 class HashableGlobals(Globals):
-    """A mask of tokens that can be asked for by name."""
+    """`Globals` with a hash, which the cache of `prefix_pairs` needs."""
 
     __hash__ = object.__hash__
 
@@ -151,7 +151,7 @@ def test_parameters_are_the_matrices_of_the_model(name, tied):
 
 
 @pytest.mark.parametrize(("activation", "matrices"), [("geglu", 3), ("geglu-exact", 3), ("gelu-exact", 2), ("relu", 2)])
-def test_gates_are_a_third_matrix_and_biases_and_norms_are_none(activation, matrices):
+def test_gates_count_as_a_third_matrix_and_biases_and_norms_do_not_count(activation, matrices):
     options = {"biases": ("qkv", "output", "mlp", "head"), "projection_norm": True, "embedding_norm": True}
     config = DecoderConfig(260, 3, 24, 4, mlp_dim=40, activation=activation, **options)
     assert product_parameters(config) == 24 * (3 * (4 * 24 + matrices * 40) + 260)
@@ -167,7 +167,7 @@ def test_an_update_by_hand():
     matrices = 2 * 64 * (64 + 32 + 32 + 64 + 3 * 128) + 64 * 1000
     found = update_flops(LLAMA)
     assert found.parameters == 6 * matrices * 128
-    # Q K^T and P V, two FLOPs a multiply-add, thrice for the backward pass, layers x heads x rows x pairs x head size.
+    # Q K^T and P V, two FLOPs a multiply-add, times 3 for both passes, layers x heads x rows x pairs x head size.
     assert found.attention == 2 * 2 * 3 * 2 * 4 * 4 * (32 * 33 / 2) * 16
     assert found.total == found.parameters + found.attention
 

@@ -1,4 +1,4 @@
-"""Meshes: what they are made of, and what they refuse."""
+"""Meshes: their axes and devices, how arrays are split over them, and which sizes are refused."""
 
 import dataclasses
 import itertools
@@ -43,7 +43,7 @@ def test_a_mesh_takes_the_first_devices():
         ({"data": 2, "fsdp": 2}, 9, r"9 rows at a time, which 4 devices .*train.mesh.data=3\), or 12 rows"),
     ],
 )
-def test_what_cannot_be_is_refused(sizes, rows, message):
+def test_impossible_sizes_are_refused(sizes, rows, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(MeshConfig(**sizes), rows)
 
@@ -66,28 +66,28 @@ def test_heads_lie_along_an_axis_of_two_or_more(tensor):
     ],
 )
 def test_an_axis_is_split_over_what_divides_it(shape, spec):
-    """Over the most devices that do: 48 by 6, 46 by 2, 9 by 3."""
+    """Over the most devices that divide it: 48 over 6, 46 over 2, 9 over 3."""
     mesh = AbstractMesh((1, 1, 3, 2, 4), AXES)
     found = named_sharding(mesh, ("vocab", "embed"), shape)
     assert found.spec == jax.P(*spec)
-    found.shard_shape(shape)  # refuses a part that is not whole
+    found.shard_shape(shape)  # raises if a shard is not whole
 
 
-def test_parameters_that_stay_whole_are_told_with_their_bytes():
+def test_parameters_that_are_not_split_are_reported_with_their_bytes():
     mesh = AbstractMesh((1, 1, 512, 1, 1), AXES)
     axes = {"embed": ("vocab", "embed"), "norm": ("embed",), "head": ("embed", "vocab")}
     shapes = {"embed": (32_000, 3_840), "norm": (3_840,), "head": (4_096, 100)}
-    told = replicated(mesh, axes, {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()})
-    extra = (32_000 * 3_840 + 3_840) * 4 * 511 / 512 / 2**20  # all but a 512th of what 512 does not divide
-    assert f" {extra:,.0f} MiB " in told
-    assert "embed, of shape (32000, 3840)" in told
+    message = replicated(mesh, axes, {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()})
+    extra = (32_000 * 3_840 + 3_840) * 4 * 511 / 512 / 2**20  # 511/512 of the arrays that 512 devices cannot split
+    assert f" {extra:,.0f} MiB " in message
+    assert "embed, of shape (32000, 3840)" in message
     shapes |= {"embed": (32_000, 4_096)}
-    told = replicated(mesh, axes, {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()})
-    assert not told
+    message = replicated(mesh, axes, {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()})
+    assert not message
 
 
 def test_a_process_reads_the_rows_that_its_devices_hold(monkeypatch):
-    """Four processes of two devices: the first two share rows 0 and 1, the others rows 2 and 3."""
+    """Four processes with two devices each: the first two share rows 0 and 1, the others rows 2 and 3."""
     devices = {_Device(n // 2): (slice(n // 4 * 2, n // 4 * 2 + 2),) for n in range(8)}
     mesh = make_mesh(MeshConfig(data=2, context=4), rows=4)
     assert rows_of_process(mesh, 4) == slice(0, 4)
@@ -137,8 +137,8 @@ def test_a_mesh_spans_all_slices():
         make_mesh(MeshConfig(data=-1), rows=16, devices=CHIPS)
 
 
-def test_fit_tells_what_a_mesh_leaves_whole(tmp_path):
-    """A vocabulary of five million, of which a width of 15 over two devices is whole on both."""
+def test_fit_reports_what_a_mesh_does_not_split(tmp_path):
+    """A table of five million rows of width 15, which two devices cannot split: both hold all of it."""
     config = parse(
         {
             "model": {"vocab_size": 5_000_000, "model_dim": 15, "num_heads": 1, "num_layers": 1, "tied_head": True},
@@ -147,6 +147,10 @@ def test_fit_tells_what_a_mesh_leaves_whole(tmp_path):
             "output": str(tmp_path),
         }
     )
-    lines = []
-    prepare(config, lines.append)
-    assert [line for line in lines if line.startswith("warning: train.mesh does not divide") and "143 MiB" in line]
+    messages = []
+    prepare(config, messages.append)
+    assert [
+        message
+        for message in messages
+        if message.startswith("warning: train.mesh does not divide") and "143 MiB" in message
+    ]

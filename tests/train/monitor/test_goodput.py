@@ -1,4 +1,4 @@
-"""Goodput: every second of a run is of one kind, in all of its processes' lives."""
+"""Goodput: every second of a run counts as one kind, across the restarts of its processes."""
 
 import json
 
@@ -10,7 +10,7 @@ from train.monitor.monitor import Monitor
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test moves."""
 
     now = 1000.0
 
@@ -40,7 +40,7 @@ def test_every_second_is_of_one_kind(clock):
     assert share(goodput.seconds) == 10 / 28
 
 
-def test_a_life_continues_the_one_before_and_counts_the_time_between(clock):
+def test_a_restarted_process_continues_the_counts_and_adds_the_time_between(clock):
     first = Goodput(1000.0, {}, clock)
     first.spend("steps")
     clock.passes(30)
@@ -59,7 +59,7 @@ def test_a_monitor_tells_compiling_repeated_and_new_steps_apart(tmp_path, clock,
     with Monitor(config, tmp_path, began=1000.0) as monitor:
         clock.passes(1)
         monitor.pause()
-        for step in range(3, 7):  # of which two had been made before
+        for step in range(3, 7):  # steps 3 and 4 were made before the restart
             clock.passes(0.5)
             monitor.before(step, None)
             clock.passes(20 if step == 3 else 2)
@@ -67,7 +67,7 @@ def test_a_monitor_tells_compiling_repeated_and_new_steps_apart(tmp_path, clock,
         monitor.write(6, loss=1.0)
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     found = {kind: last[f"seconds_{kind}"] for kind in KINDS}
-    # What passes before a step is of the kind of the one before it.
+    # Time before a step counts as the kind of the previous step.
     wanted = {"start": 10 + 1.5, "compile": 20, "restart": 50 + 2.5, "steps": 40 + 0.5 + 4.5}
     assert found == dict.fromkeys(KINDS, 0.0) | wanted
     assert last["time"] == clock.now

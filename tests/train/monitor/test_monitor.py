@@ -1,4 +1,4 @@
-"""What a run writes and shows: rates by closed forms, JSON lines, TensorBoard's files, the bar, the cache."""
+"""What a run writes and shows: rates, JSON lines, TensorBoard's files, the progress bar, the compilation cache."""
 
 import io
 import json
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test moves."""
 
     def __init__(self):
         self.now = 100.0
@@ -128,13 +128,13 @@ assert before + kept.nbytes * 0.9 < peak_memory_bytes() < before + kept.nbytes *
 
 
 def test_peak_memory_sees_a_large_array():
-    """In a process of its own: the peak of this one may be gigabytes."""
+    """In a separate process, because the peak of this one may already be gigabytes."""
     subprocess.run([sys.executable, "-c", SEES_AN_ARRAY], check=True, cwd=ROOT)
 
 
 @pytest.fixture(params=["local", "memory"])
 def place(request, tmp_path):
-    """A folder on this machine, and one in an object store."""
+    """A local folder, and one in an object store."""
     if request.param == "local":
         yield tmp_path
         return
@@ -162,7 +162,7 @@ def test_log_appends_and_never_repeats_a_step(place):
 
 
 def test_an_object_store_gets_a_log_in_parts_and_readers_join_them():
-    """However long it is, a line costs no more than a part, and a part that is full stays as it is."""
+    """However long the log is, a new line rewrites one part at most, and full parts never change."""
     directory = path("memory://parts")
     for first in (1, 61):
         with closing(MetricsLog(directory)) as log:
@@ -187,14 +187,17 @@ def test_a_local_log_is_one_file_and_a_line_that_was_cut_off_is_not_read(tmp_pat
 
 
 @pytest.mark.parametrize("line", ["no JSON", "[1]", '{"loss": 1}', '{"step": null}'])
-def test_a_log_of_something_else_is_named(tmp_path, line):
+def test_a_log_without_metrics_is_refused(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl: its last line holds no metrics; take the line out"):
         MetricsLog(tmp_path)
 
 
 def scalars(directory):
-    """Step, name and value of all scalars in TensorBoard's files: records of a length, its checksum, an event, its."""
+    """Step, name and value of all scalars in TensorBoard's files.
+
+    A record is a length, its checksum, an event and its checksum.
+    """
     found = []
     for file in sorted(directory.iterdir(), key=str):
         data = file.read_bytes()
@@ -214,7 +217,7 @@ CONFIG = {
 
 
 def run(monitor, steps, clock, wait=0.25):
-    """A loop that writes every second step, with nothing behind it."""
+    """A training loop without a model, which logs every second step."""
     monitor.begin()
     for step in steps:
         monitor.next(iter([0]))
@@ -231,7 +234,7 @@ def timed(monkeypatch, clock):
     return clock
 
 
-def test_every_log_tells_the_same(place, timed, monkeypatch):
+def test_all_logs_have_the_same_values(place, timed, monkeypatch):
     device = SimpleNamespace(id=0, device_kind="TPU v5 lite", coords=(0, 0, 0), slice_index=0)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     with Monitor(parse(CONFIG), place) as monitor:
@@ -285,7 +288,7 @@ def test_tensorboard_may_be_turned_off(tmp_path, timed):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_flops_of_a_part_of_the_rows_stand_for_all_of_them():
+def test_flops_of_some_of_the_rows_are_scaled_to_all_rows():
     config = parse({**CONFIG, "stages": []})
     ids = np.zeros((2, 16), np.int32)
     ids[:, 8:] = 1
@@ -295,30 +298,30 @@ def test_flops_of_a_part_of_the_rows_stand_for_all_of_them():
 
 
 class Wandb:
-    """What is used of wandb, which need not be installed, and what it was told."""
+    """A stub of wandb, which need not be installed; it records its calls."""
 
     def __init__(self):
-        self.told = []
+        self.calls = []
 
-    def init(self, **about):
-        self.told.append(about)
+    def init(self, **settings):
+        self.calls.append(settings)
         return self
 
     def log(self, values, step):
-        self.told.append((step, values))
+        self.calls.append((step, values))
 
     def finish(self):
-        self.told.append("finished")
+        self.calls.append("finished")
 
 
-def test_wandb_is_told_what_is_known_and_the_run_goes_on(tmp_path, timed, monkeypatch):
+def test_wandb_gets_the_known_values_and_its_run_resumes(tmp_path, timed, monkeypatch):
     wandb, config = Wandb(), parse({**CONFIG, "monitor": {"wandb": "lengths", "tensorboard": False}})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     for steps in (range(1, 3), range(1, 5)):
         with Monitor(config, tmp_path) as monitor:
             run(monitor, steps, timed)
-    (first, one, end, second, two, _) = wandb.told
+    (first, one, end, second, two, _) = wandb.calls
     assert first == second
     assert (first["project"], first["name"], first["resume"]) == ("lengths", "run", "allow")
     assert first["config"]["train"]["length"] == 16
@@ -371,16 +374,16 @@ def test_nothing_is_shown_without_a_label(capsys):
 
 @pytest.mark.parametrize("steps", [range(1, 6), range(3, 6), range(1, 4)])
 def test_trace_of_some_steps(place, monkeypatch, steps):
-    told, inside = [], []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: told.append(directory))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: told.append(None))
+    calls, inside = [], []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: calls.append(directory))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(None))
     with Trace([2, 4], place / "profile") as trace:
         for step in steps:
             trace.before(step, 0.0)
-            inside += [step] * (len(told) == 1)
+            inside += [step] * (len(calls) == 1)
             trace.after(step, 0.0)
     assert inside == [step for step in steps if 2 <= step <= 4]
-    assert told[1:] == [None]
+    assert calls[1:] == [None]
 
 
 def test_a_trace_is_left_behind(place):
@@ -393,7 +396,7 @@ def test_a_trace_is_left_behind(place):
 
 @pytest.fixture
 def cache(monkeypatch):
-    """JAX's settings of its cache, which are put back."""
+    """Enables JAX's cache, and restores its settings after the test."""
     names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)

@@ -1,4 +1,4 @@
-"""``bench --loop``: blocks of the loop and of the bare step in turn, each by its own time."""
+"""``bench --loop``: blocks of the whole loop and blocks of the bare step alternate, and each has its own time."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def clock():
 
 
 def program(clock, order):
-    """One whose step takes two seconds, and says whose step it is."""
+    """A program whose step takes two seconds and records whose step it is."""
 
     def update(state, batch):
         clock.now += 2.0
@@ -37,7 +37,7 @@ def test_blocks_take_turns_and_each_has_its_time(clock, monkeypatch):
     measured = blocks.around(program(clock, order))
     for step in range(10):
         measured.update("loop", 0.0)
-        clock.now += 30.0 if step < 3 else 1.0  # what the loop does beside; the first block compiles
+        clock.now += 30.0 if step < 3 else 1.0  # the rest of the loop; its first block compiles
     assert order == (["bare"] * 3 + ["loop"] * 3) * 3 + ["bare"] * 3 + ["loop"]
     assert blocks.bare == [(2.0, 20.0)] * 4
     assert blocks.loop == [(32.0, 320.0), (3.0, 30.0), (3.0, 30.0)]

@@ -1,4 +1,4 @@
-"""The watchdog names a hang, once, with the step, the process and what every thread is doing."""
+"""The watchdog reports a hang once, with the step, the process and the stacks of all threads."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ PATIENCE = 60  # seconds for something that takes milliseconds
 
 
 class Value:
-    """A result on a device, there when `ready` says so."""
+    """A result on a device; the test sets `ready` when it is there."""
 
     ready = False
 
@@ -24,8 +24,8 @@ class Value:
         return self.ready
 
 
-class Told(list):
-    """What a watchdog wrote; another thread may wait for it."""
+class Messages(list):
+    """The messages of a watchdog; a test can wait for them."""
 
     def __init__(self):
         self.condition = threading.Condition()
@@ -46,7 +46,7 @@ def stuck_in_the_loader(release):
 
 @pytest.fixture
 def loader():
-    """A thread that waits for something."""
+    """A thread that waits until the test is over."""
     release = threading.Event()
     thread = threading.Thread(target=stuck_in_the_loader, args=(release,), name="loader")
     thread.start()
@@ -56,16 +56,16 @@ def loader():
 
 
 def test_a_hang_is_named_and_its_end_too(capsys, loader):
-    told, done, hanging = Told(), Value(), Value()
+    messages, done, hanging = Messages(), Value(), Value()
     done.ready = True
-    with Watchdog(0.05, told, process=3) as watchdog:
+    with Watchdog(0.05, messages, process=3) as watchdog:
         watchdog.beat(40, done)
         watchdog.beat(41, hanging)
         watchdog.beat(42, Value())
-        told.wait(1)
+        messages.wait(1)
         hanging.ready = True
-        told.wait(2)
-    hang, end = told[:2]
+        messages.wait(2)
+    hang, end = messages[:2]
     assert "process 3: no step has finished for 0.05 s" in hang
     assert "last finished: step 40; step 41 was dispatched and is not done" in hang
     assert "Thread loader (most recent call first):" in hang
@@ -78,45 +78,45 @@ def test_a_hang_is_named_and_its_end_too(capsys, loader):
 
 @pytest.fixture
 def now(monkeypatch):
-    """A clock to set."""
+    """The time of the watchdog, which a test can set."""
     times = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: times[0])
     return times
 
 
-def test_a_hang_is_told_once_and_the_next_one_again(now, capsys):
-    told = Told()
-    watchdog = Watchdog(10.0, told)
+def test_each_hang_is_reported_once(now, capsys):
+    messages = Messages()
+    watchdog = Watchdog(10.0, messages)
     values = [Value() for _ in range(3)]
     for step, value in enumerate(values, start=1):
         watchdog.beat(step, value)
     for second in (5, 9, 11, 30):
         now[0] = float(second)
         watchdog._look()
-    assert len(told) == 1
-    assert "last finished: none so far; step 1 was dispatched" in told[0]
+    assert len(messages) == 1
+    assert "last finished: none so far; step 1 was dispatched" in messages[0]
     values[0].ready = values[1].ready = True
     watchdog._look()
-    assert told[1].endswith("continued: step 2 has finished\n")
+    assert messages[1].endswith("continued: step 2 has finished\n")
     now[0] = 39.0
     watchdog._look()
-    assert len(told) == 2
+    assert len(messages) == 2
     now[0] = 41.0
     watchdog._look()
-    assert "last finished: step 2; step 3 was dispatched" in told[2]
+    assert "last finished: step 2; step 3 was dispatched" in messages[2]
 
 
-def test_nothing_is_said_while_steps_finish(now, capsys):
-    told, watchdog = Told(), None
-    watchdog = Watchdog(10.0, told)
+def test_nothing_is_reported_while_steps_finish(now, capsys):
+    messages = Messages()
+    watchdog = Watchdog(10.0, messages)
     for step in range(1, 9):
         watchdog.beat(step, jnp.float32(step).block_until_ready())
         now[0] += 9.0
         watchdog._look()
-    assert not told
+    assert not messages
     now[0] += 11.0
     watchdog._look()
-    assert "last finished: step 8; none is running" in told[0]
+    assert "last finished: step 8; none is running" in messages[0]
 
 
 def test_zero_seconds_watch_nothing():
@@ -166,16 +166,16 @@ def test_a_run_that_waits_for_a_batch_names_the_step_in_its_directory(tmp_path, 
         }
     )
     file = tmp_path / "run" / "watchdog" / "process-0.txt"
-    told = {4: "last finished: step 3; none is running", 5: "process 0: continued: step 4 has finished"}
+    expected = {4: "last finished: step 3; none is running", 5: "process 0: continued: step 4 has finished"}
     steps = iter(range(1, 6))
 
     def read_a_slow_disk(self, stream):
         step = next(steps)
-        if step in told:
-            wait_for_text(file, told[step])
+        if step in expected:
+            wait_for_text(file, expected[step])
         return original(self, stream)
 
     original = Monitor.next
     monkeypatch.setattr(Monitor, "next", read_a_slow_disk)
     assert fit(config, tmp_path / "run").finished
-    assert "in read_a_slow_disk" in file.read_text().split(told[4])[1]
+    assert "in read_a_slow_disk" in file.read_text().split(expected[4])[1]

@@ -1,4 +1,4 @@
-"""Steps kept in folders: what is written is read, what is no step is told in a line, and steps stand side by side."""
+"""Steps kept in folders: they are read back, invalid folders are one-line errors, and steps are compared."""
 
 import dataclasses
 import json
@@ -40,14 +40,14 @@ def folder(path, **changes):
     """A step as another trainer keeps it."""
     path.mkdir()
     (path / kept.PROGRAM).write_text(PROGRAM)
-    told = {name: value for name, value in {**STEP, **changes}.items() if value is not None}
-    (path / kept.STEP).write_text(json.dumps(told))
+    content = {name: value for name, value in {**STEP, **changes}.items() if value is not None}
+    (path / kept.STEP).write_text(json.dumps(content))
     return path
 
 
 @pytest.fixture
 def config(tmp_path):
-    """Where a config of the same model is."""
+    """The file of a config of the same model."""
     (tmp_path / "run.yaml").write_text(CONFIG)
     return tmp_path / "run.yaml"
 
@@ -57,7 +57,7 @@ def test_a_folder_of_another_trainer_is_read(tmp_path):
     assert (found.name, found.tokens, found.schedules) == ("theirs", 8192, None)
     assert found.step.axes == {"data": 1, "stage": 1, "fsdp": 4}
     assert found.step.coordinates[2] == (1, 1, 0, 0)
-    assert found.step.memory.total == 6 * GIB  # four of five results take the place of arguments
+    assert found.step.memory.total == 6 * GIB  # four of the five GiB of outputs reuse the memory of arguments
 
 
 def test_what_is_kept_is_read_again(tmp_path):
@@ -93,7 +93,7 @@ def test_schedules_in_a_folder_are_found(tmp_path):
         ({"token": 8192}, "step: unknown key 'token'; did you mean 'tokens'"),
     ],
 )
-def test_a_folder_that_is_wrong_is_one_line(changes, reason, config, tmp_path, capsys):
+def test_an_invalid_folder_is_a_one_line_error(changes, reason, config, tmp_path, capsys):
     place = folder(tmp_path / "theirs", **changes)
     assert main(["plan", str(config), "--topology", "v6e:2x2", "--against", str(place)]) == WRONG_INPUT
     error = capsys.readouterr().err
@@ -102,7 +102,7 @@ def test_a_folder_that_is_wrong_is_one_line(changes, reason, config, tmp_path, c
     assert error.count("\n") == 1
 
 
-def test_a_folder_without_a_step_is_one_line(config, tmp_path, capsys):
+def test_a_folder_without_a_step_is_a_one_line_error(config, tmp_path, capsys):
     assert main(["plan", str(config), "--topology", "v6e:2x2", "--against", str(tmp_path)]) == WRONG_INPUT
     assert "expected program.txt and step.json, found no program.txt" in capsys.readouterr().err
     place = folder(tmp_path / "theirs")
@@ -131,7 +131,7 @@ def test_a_folder_without_a_step_is_one_line(config, tmp_path, capsys):
         (("--against", "a", "--sweep", "2"), "--sweep: only a single step can be kept or compared"),
     ],
 )
-def test_flags_that_do_not_go_together_are_one_line(arguments, reason, config, capsys):
+def test_flags_that_exclude_each_other_are_a_one_line_error(arguments, reason, config, capsys):
     assert main(["plan", str(config), "--topology", "v6e:2x2", *arguments]) == WRONG_INPUT
     error = capsys.readouterr().err
     assert error.startswith(f"error: {reason}")
@@ -145,12 +145,12 @@ def test_stages_are_not_compared(config, capsys):
 
 
 def cells(output: str, row: str) -> list[str]:
-    """What stands in the row of the first table that begins so."""
+    """The cells of the first table row that begins with `row`."""
     line = next(line for line in output.splitlines() if line.startswith(f"│ {row} "))
     return [cell.strip() for cell in line.strip("│").split("│")[1:]]
 
 
-def test_two_kept_steps_stand_side_by_side_without_a_compiler(config, tmp_path, capsys, monkeypatch):
+def test_two_kept_steps_are_compared_without_a_compiler(config, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("train.plan.command.compile_step", None)
     first = folder(tmp_path / "first")
     second = folder(tmp_path / "second", tokens=None, flags="--xla_flag=1")
@@ -165,12 +165,12 @@ def test_two_kept_steps_stand_side_by_side_without_a_compiler(config, tmp_path, 
     assert cells(output, "all-reduce f32")[0].startswith("1 x, 6.14e-06 GB")
     assert cells(output, "step")[0].startswith("> ")
     assert "Not included, because unknown: kernel k x 1 of first" in " ".join(output.split())
-    told = " ".join(output.split())
-    assert 'second: compiled with these flags, which a run needs too: export LIBTPU_INIT_ARGS="--xla_flag=1"' in told
-    assert "first: compiled" not in told  # its folder does not say
+    text = " ".join(output.split())
+    assert 'second: compiled with these flags, which a run needs too: export LIBTPU_INIT_ARGS="--xla_flag=1"' in text
+    assert "first: compiled" not in text  # its folder has no flags
 
 
-def test_a_kept_step_stands_beside_ours(config, tmp_path, capsys, monkeypatch):
+def test_a_kept_step_is_compared_with_ours(config, tmp_path, capsys, monkeypatch):
     memory = Memory(*[float(GIB)] * 7)
     axes = {"replica": 1, "data": 1, "fsdp": 4, "context": 1, "tensor": 1}
     ours = CompiledStep(PROGRAM, memory, axes, tuple(map(tuple, PLACES)))

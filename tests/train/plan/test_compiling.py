@@ -1,4 +1,4 @@
-"""What the compiler is asked, and what its answers say."""
+"""How the compiler is called, and how its errors and programs are read."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from train.plan.report import compiled_with
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "line"),
     [
         (
             "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (41.87G) "
@@ -25,12 +25,12 @@ from train.plan.report import compiled_with
         ("XLA:TPU compile permanent error. Used 1.50T of 95.74G hbm.", "does not fit: needs 1,536.0 GiB of HBM, "),
     ],
 )
-def test_a_program_that_does_not_fit_is_told_in_gib(message, told):
-    assert out_of_memory(message).startswith(told)
+def test_a_program_that_does_not_fit_is_reported_in_gib(message, line):
+    assert out_of_memory(message).startswith(line)
     assert out_of_memory("INTERNAL: something else") is None
 
 
-def test_flags_travel_to_the_compiler(monkeypatch):
+def test_flags_are_passed_to_the_compiler(monkeypatch):
     monkeypatch.setattr("train.runtime.flags.RECOMMENDED", {"v6e": ("--third=3", "--first=2")})
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--first=1")
     assert compiler_flags("v6e") == "--first=1 --third=3"
@@ -42,14 +42,14 @@ def test_flags_travel_to_the_compiler(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "line"),
     [
         ("--xla_a=1", 'compiled with these flags, which a run needs too: export LIBTPU_INIT_ARGS="--xla_a=1"'),
         ("", "compiled without flags of the compiler"),
     ],
 )
-def test_a_plan_tells_its_flags(flags, told):
-    assert compiled_with(flags) == told
+def test_a_plan_reports_its_flags(flags, line):
+    assert compiled_with(flags) == line
 
 
 def test_a_flag_that_the_compiler_does_not_know_is_named(monkeypatch):
@@ -78,10 +78,10 @@ print(whole.trace(x).lower(lowering_platforms=("tpu",)).compile().as_text())
 
 @pytest.mark.compile
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is not installed")
-def test_what_lies_on_a_pod_with_rings_is_gathered():
-    """Without rings libtpu sums it, most of it zeros."""
-    known = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    environment = {**os.environ, **known, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def test_arrays_on_a_pod_with_rings_are_gathered():
+    """Without rings, libtpu uses an all-reduce of arrays that are mostly zeros."""
+    variables = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", GATHERED, "v5p:4x4x4"]
     text = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert " all-gather" in text
@@ -89,6 +89,6 @@ def test_what_lies_on_a_pod_with_rings_is_gathered():
 
 
 def test_a_single_flag_is_read():
-    """It begins with dashes, as an option does."""
+    """Its value begins with dashes, like an option."""
     assert _parse(["plan", "c.yaml", "--topology", "v6e:2x2", "--flags=--xla_a=1"])["flags"] == "--xla_a=1"
     assert _parse(["plan", "c.yaml", "--topology", "v6e:2x2", "--flags="])["flags"] == ""

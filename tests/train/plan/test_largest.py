@@ -7,8 +7,8 @@ import pytest
 from train.plan.compiling import _largest_text
 from train.plan.largest import Allocation, ask_for_report, largest, read
 
-# Lines of a report of libtpu 0.0.42.1 and two small ones, and the part about fast memory that follows. It writes the
-# number of equal shapes with a multiplication sign.
+# Lines of a report of libtpu 0.0.42.1, two more lines for small arrays, and the report's part about fast memory. The
+# number before a multiplication sign counts equal shapes.
 REPORT = """Memory Space: default (color=0)
 Total bytes: 303001075712 (282.19GiB)
   cumulative_size;       size;       offset; used_by_n_values; shapes_list

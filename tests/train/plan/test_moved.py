@@ -62,24 +62,26 @@ def test_a_sort_reads_and_writes_everything_but_what_stays_on_the_cores():
 
 @pytest.mark.parametrize(("name", "chip"), [("found", "v6e:2x2"), ("sum", "v5p:2x2x1"), ("sorted", "7x:2x2x1")])
 def test_a_look_up_takes_the_time_of_its_bytes(name, chip):
-    on = pod(chip)
-    player = Player(parse(LOOK_UP), Fabric(on, {"all": on.devices}, ()), Kernels(on, lambda queries, keys: 1.0))
+    target = pod(chip)
+    player = Player(
+        parse(LOOK_UP), Fabric(target, {"all": target.devices}, ()), Kernels(target, lambda queries, keys: 1.0)
+    )
     line = player.module.named["main"][name]
     gigabytes = {"v6e:2x2": 1640, "v5p:2x2x1": 2765, "7x:2x2x1": 7380 / 2}[chip]
     assert player.seconds("main", line) == pytest.approx(moved(LOOK_UP, name) / gigabytes / 1e9)
 
 
 def test_all_look_ups_of_a_step_are_counted():
-    on = pod("v6e:2x2")
-    player = Player(parse(LOOK_UP), Fabric(on, {"all": 4}, ()), Kernels(on, lambda queries, keys: 1.0))
+    target = pod("v6e:2x2")
+    player = Player(parse(LOOK_UP), Fabric(target, {"all": 4}, ()), Kernels(target, lambda queries, keys: 1.0))
     bytes_moved = sum(moved(LOOK_UP, name) for name in ("found", "sum", "sorted"))
     assert player.play().compute == pytest.approx(bytes_moved / 1640e9)
 
 
-def test_what_the_compiler_expects_goes_before_bytes():
+def test_cycles_that_the_compiler_expects_take_precedence_over_bytes():
     text = LOOK_UP.replace("calls=%inner", 'calls=%inner, backend_config={"estimated_cycles":"1750"}')
-    on = pod("v6e:2x2")
-    player = Player(parse(text), Fabric(on, {"all": 4}, ()), Kernels(on, lambda queries, keys: 1.0))
+    target = pod("v6e:2x2")
+    player = Player(parse(text), Fabric(target, {"all": 4}, ()), Kernels(target, lambda queries, keys: 1.0))
     assert player.seconds("main", player.module.named["main"]["found"]) == pytest.approx(1e-6)
 
 
@@ -113,8 +115,8 @@ ENTRY %main (whole: f32[8,1024], part: f32[1,1024], at: s32[]) -> f32[8,1024] {
 """
 
 
-def test_what_is_put_into_an_array_moves_alone():
-    assert moved(FUSED, "put") == 3 * 4 * 1024  # a slice and the part in, a slice out
+def test_an_update_of_a_slice_moves_only_that_slice():
+    assert moved(FUSED, "put") == 3 * 4 * 1024  # reads a slice and the part, writes a slice
     assert moved(FUSED, "alone") == 2 * 4 * 1024
 
 
@@ -122,7 +124,7 @@ def test_an_array_that_is_made_anew_is_written_whole():
     assert moved(FUSED, "new") == 4 * 1024 + 4 * 8 * 1024
 
 
-def test_what_lies_on_the_cores_is_not_moved():
+def test_arrays_in_the_memory_of_the_cores_are_not_moved():
     assert moved(FUSED, "near") == 2 * 4 * 8 * 1024  # read, but not written
 
 

@@ -1,4 +1,4 @@
-"""Attention kernels of others, from small listings whose bundles are counted by hand."""
+"""Attention kernels of other libraries, from small listings whose bundles are counted by hand."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def listing(trips: int = STEPS + 2, tile: int = TILE) -> str:
 
 
 def dump(directory: Path, text: str, name: str = f"{NAME}.2") -> Path:
-    """What the compiler writes of one kernel."""
+    """Writes the files that the compiler dumps for one kernel."""
     uses = "".join(f"{int('vmatmul' in line)} 0\n" for line in text.splitlines())
     written = {
         "packed-bundles-post-ra": text,
@@ -62,7 +62,7 @@ def dump(directory: Path, text: str, name: str = f"{NAME}.2") -> Path:
 
 
 def call(name: str = f"{NAME}.2", metadata: str = "", queries: int = LENGTH) -> Instruction:
-    """Of three rows with two heads each."""
+    """A call of a kernel for three rows with two heads each."""
     q, k = f"bf16[3,2,{queries},128]{{3,2,1,0}}", f"bf16[3,2,{LENGTH},128]{{3,2,1,0}}"
     text = (
         f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  ROOT %{name} = ({q}, f32[3,2,{queries}]{{2,1,0}}) custom-call(%x), "
@@ -78,7 +78,7 @@ def kernels(**more) -> AnyKernels:
 
 
 def metadata(**sizes: int) -> str:
-    """As it stands in a program: JSON in a string in JSON, on lines of its own."""
+    """The format in a program: JSON in a string in JSON, on separate lines."""
     return "{\n" + json.dumps({"xprof_metadata": json.dumps(sizes)}, separators=(",", ":"))[1:-1] + "\n}"
 
 
@@ -91,7 +91,7 @@ def test_a_kernel_takes_the_bundles_of_its_tiles_and_rows(tmp_path):
 
 def test_a_tile_takes_no_less_than_its_products(tmp_path):
     found = kernels(schedules=dump(tmp_path, listing(tile=1500)), blocks=(BLOCK, BLOCK, BLOCK)).seconds(call())
-    least = 2 * BLOCK * BLOCK * 256 / 262144  # of two products a head of 128 fills half of the arrays
+    least = 2 * BLOCK * BLOCK * 256 / 262144  # two products; a head of 128 fills half of the arrays
     around = 1 + 3 * (1 + SLOTS) + 3 + 2
     assert found == pytest.approx((2 + (STEPS + 2) * around + ROWS * (START + FINISH) + TILES * least) / 1.75e9)
 
@@ -101,7 +101,7 @@ def test_blocks_are_read_from_the_call():
     assert told_blocks(call(metadata=metadata(**sizes))) == (512, 1024, 256)
     sizes = {"block_q_dkv": 2048, "block_kv_dkv": 512, "block_kv_dkv_compute": None}
     assert told_blocks(call("splash_mha_dkv_segmented_no_residuals.1", metadata(**sizes))) == (2048, 512, 512)
-    assert call(metadata=metadata(**sizes)).op_name == OP_NAME  # which stands behind
+    assert call(metadata=metadata(**sizes)).op_name == OP_NAME  # it follows the blocks in the text
     assert told_blocks(call()) is None
     assert others_call(call(), (8, 16, 16)).blocks == (8, 16, 16)
     assert others_call(call(metadata=metadata(block_q=512, block_kv=1024)), (8, 16, 16)).blocks == (512, 1024, 1024)
@@ -119,7 +119,7 @@ def test_what_is_not_known_stays_unknown(tmp_path):
     assert kernels(schedules=dumped).seconds(call()) is None  # no blocks
     assert kernels(schedules=dumped, blocks=blocks).seconds(call("splash_mha_dq_no_residuals.1")) is None
     assert kernels(schedules=dumped, blocks=blocks).seconds(call("someones_kernel.1")) is None
-    wrong = tuple(2 * size for size in blocks)  # the grid has other trips
+    wrong = tuple(2 * size for size in blocks)  # the grid has another number of steps
     assert kernels(schedules=dumped, blocks=wrong).seconds(call()) is None
 
 
@@ -138,7 +138,7 @@ def test_a_kernel_that_ran_twice_is_found_without_its_number(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "2048", "2048,x", "0,1024", "1,2,3,4"])
-def test_blocks_that_are_none_are_told(text):
+def test_invalid_blocks_are_refused(text):
     with pytest.raises(ValueError, match=r"--blocks: expected .* as in 2048,2048,512, found"):
         parse_blocks(text)
 

@@ -1,4 +1,4 @@
-"""Parts and passes of instructions, as ours and as MaxText's programs write them."""
+"""The part of the model and the pass of each instruction, in our programs and in those of MaxText."""
 
 import pytest
 
@@ -27,7 +27,7 @@ LOOP = "jit(_update)/jvp()/while/body/closed_call"
 
 
 def part(text: str, widths: Widths = LLAMA) -> str:
-    """Of the last instruction of a program."""
+    """The part of the last instruction of a program."""
     module = parse(text)
     return part_of(module, module.entry, module.computations[module.entry][-1], widths)
 
@@ -65,7 +65,7 @@ ENTRY %main (x: {result}) -> {result} {{
         ("bf16[3,32,8192,128]", "bf16[3,32,8192,128]", "f32[3,32,8192,8192]", ATTENTION),
         ("f32[3,32,8192,8192]", "bf16[3,32,8192,128]", "bf16[3,32,8192,128]", ATTENTION),
         ("bf16[3,2048,4096]", "bf16[4096,128256]", "f32[3,2048,128256]", LOGITS),
-        ("bf16[3,2048,4096]", "bf16[4096,501]", "f32[3,2048,501]", LOGITS),  # split over all
+        ("bf16[3,2048,4096]", "bf16[4096,501]", "f32[3,2048,501]", LOGITS),  # split over all devices
         ("bf16[3,7]", "bf16[7,5]", "bf16[3,5]", OTHER),
     ],
 )
@@ -73,7 +73,7 @@ def test_products_by_their_sizes(left, right, result, expected):
     assert part(product(left, right, result)) == expected
 
 
-def test_tiles_of_attention_without_a_kernel_are_told_by_their_name():
+def test_tiles_of_attention_without_a_kernel_are_recognized_by_their_name():
     sides = "bf16[3,8,512,128]", "bf16[3,8,512,128]", "f32[3,8,512,512]"
     assert part(product(*sides, f"{LOOP}/jit(blockwise)/while/body/dot_general")) == ATTENTION
 
@@ -86,12 +86,12 @@ def test_tiles_of_attention_without_a_kernel_are_told_by_their_name():
         ("jit(train_step)/jvp(Transformer)/token_embedder.attend/dot_general", LOGITS),
     ],
 )
-def test_a_look_up_by_a_product_is_told_from_the_head_by_its_name(name, expected):
+def test_a_look_up_by_a_product_is_distinguished_from_the_head_by_its_name(name, expected):
     assert part(product("bf16[3,8192,128256]", "bf16[128256,4096]", "bf16[3,8192,4096]", name)) == expected
 
 
 @pytest.mark.parametrize("as_numbers", [False, True])
-def test_a_look_up_by_a_product_is_told_from_the_head_by_its_ones(as_numbers):
+def test_a_look_up_by_a_product_is_distinguished_from_the_head_by_its_one_hot_rows(as_numbers):
     inner = """
 %inner (ids: s32[3,8192], table: bf16[128256,4096]) -> bf16[3,8192,4096] {
   %ids = s32[3,8192]{1,0} parameter(0)
@@ -116,7 +116,7 @@ def test_products_inside_of_a_fusion_decide():
     ("result", "name", "expected"),
     [
         ("bf16[3,8192,32,128]", f"{LOOP}/jit(inside)/shard_map/mul", AROUND),
-        ("bf16[3,8192,32,64]", f"{LOOP}/concatenate", AROUND),  # halves that are rotated
+        ("bf16[3,8192,32,64]", f"{LOOP}/concatenate", AROUND),  # half heads, in a rotation
         ("f32[3,8,4,1,8192,128]", f"{LOOP}/broadcast_in_dim", AROUND),
         ("bf16[3,8192,4096]", f"{LOOP}/add", NORMS),
         ("f32[3,8192]", f"{LOOP}/rsqrt", NORMS),
@@ -126,12 +126,12 @@ def test_products_inside_of_a_fusion_decide():
         ("bf16[3,8192,4096]", "jit(train_step)/jvp(decoder)/layers/self_attention/query/convert", AROUND),
         ("bf16[3,8192,4096]", "jit(train_step)/jvp(decoder)/layers/mlp/mul", MLP),
         ("s32[24576]", "jit(_update)/transpose(jvp())/scatter-add", EMBEDDING),
-        ("s32[3,8,8]", f"{LOOP}/jit(inside)/shard_map/gather", AROUND),  # of tiles, in the layers
+        ("s32[3,8,8]", f"{LOOP}/jit(inside)/shard_map/gather", AROUND),  # a gather of tiles inside the layers
         ("f32[4,1024,14336]", "jit(_update)/jit(_where)/select_n", OPTIMIZER),
         ("f32[3,7]", "jit(_update)/jvp()/add", OTHER),
     ],
 )
-def test_what_is_no_product_by_name_and_size(result, name, expected):
+def test_other_instructions_by_name_and_size(result, name, expected):
     assert part(elementwise(result, name)) == expected
 
 
@@ -166,7 +166,7 @@ def test_passes(name, expected):
     assert pass_of(name) == expected
 
 
-def test_a_size_that_is_another_size_is_no_shard():
+def test_a_size_with_another_meaning_is_not_a_shard():
     widths = Widths(1024, 4096, 32000, (8, 8), 128, 2048, devices=8)
     assert widths.shards(4096) == {4096, 512}  # 2048 is the length, 1024 the width
     assert widths.shards(32000) == {32000, 16000, 8000, 4000}
@@ -181,12 +181,12 @@ def test_a_size_that_is_another_size_is_no_shard():
         ("bf16[3,2048,2048]", "bf16[2048,32768]", "bf16[3,2048,32768]", LOGITS),
     ],
 )
-def test_a_hidden_width_as_large_as_the_length_is_told_from_it(left, right, result, expected):
+def test_a_hidden_width_as_large_as_the_length_is_distinguished_from_it(left, right, result, expected):
     widths = Widths(2048, 8192, 32768, (32, 8), 64, 8192, devices=256)
     assert part(product(left, right, result), widths) == expected
 
 
-def test_a_vocabulary_as_large_as_the_length_is_told_from_it():
+def test_a_vocabulary_as_large_as_the_length_is_distinguished_from_it():
     widths = Widths(4096, 14336, 32768, (32, 8), 128, 32768, devices=64)
     assert part(product("bf16[1,8192,4096]", "bf16[4096,32768]", "f32[1,8192,32768]"), widths) == LOGITS
     assert part(product("bf16[1,32768,4096]", "bf16[4096,14336]", "bf16[1,32768,14336]"), widths) == MLP

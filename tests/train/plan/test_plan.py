@@ -1,4 +1,4 @@
-"""Plans: what is read out of compiled programs, against programs whose collectives are known, and closed forms."""
+"""Plans: what is read from compiled programs, against programs with known collectives, and closed forms."""
 
 import importlib.util
 import itertools
@@ -39,9 +39,9 @@ NONE = Kernels(pod("v5e:2x4"), lambda queries, keys: 1.0)
 
 def fabric(name: str, slices: int = 1, **axes: int) -> Fabric:
     """A mesh that lies over a slice in the order of the chips' coordinates."""
-    on = pod(name, slices)
-    sides = (*on.chips_along, *(1 for _ in range(3 - len(on.chips_along))), on.network.devices)
-    return Fabric(on, axes, tuple(itertools.product(*map(range, sides))))
+    target = pod(name, slices)
+    sides = (*target.chips_along, *(1 for _ in range(3 - len(target.chips_along))), target.network.devices)
+    return Fabric(target, axes, tuple(itertools.product(*map(range, sides))))
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def program():
         swapped = jax.lax.all_to_all(part.reshape(COLUMNS, -1), "columns", 0, 0, tiled=True)
         return swapped.sum()[None] * jax.lax.psum(part.sum(), ("rows", "columns"))
 
-    where = P(("rows", "columns"))
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=where, out_specs=where, check_vma=False))
+    spec = P(("rows", "columns"))
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     return parse(run.lower(jax.ShapeDtypeStruct((8 * NUMBERS,), jnp.float32)).compile().as_text())
 
 
@@ -145,58 +145,58 @@ def gather(devices: list[list[int]], kind: str = "all-gather", numbers: int = 2*
 
 
 def test_a_whole_torus_gathers_over_all_links():
-    on = fabric("v5p:8x8x8", all=512)
+    network = fabric("v5p:8x8x8", all=512)
     line = gather([list(range(512))])
     seconds = 4 * 2**20 * 511 / 512 / (6 * 90e9) + 12e-6
-    assert on.traffic(line, "all-gather").seconds == pytest.approx(seconds)
-    assert on.traffic(line, "all-reduce").seconds == pytest.approx(2 * (seconds - 12e-6) + 12e-6)
+    assert network.traffic(line, "all-gather").seconds == pytest.approx(seconds)
+    assert network.traffic(line, "all-reduce").seconds == pytest.approx(2 * (seconds - 12e-6) + 12e-6)
 
 
-def test_a_row_that_is_no_ring_has_one_direction():
-    on = fabric("v5e:4x4", rows=4, columns=4)
-    found = on.traffic(gather([[0, 1, 2, 3]]), "all-gather")
+def test_a_row_that_is_not_a_ring_has_one_direction():
+    network = fabric("v5e:4x4", rows=4, columns=4)
+    found = network.traffic(gather([[0, 1, 2, 3]]), "all-gather")
     assert found.axes == "columns"
     assert found.seconds == pytest.approx(4 * 2**20 * 3 / 4 / 45e9 + 4e-6)
 
 
-def test_neighbours_that_stand_apart_share_their_links():
-    on = fabric("v5e:4x4", rows=4, columns=4)
-    apart, together = (on.traffic(gather([group]), "all-gather").seconds for group in ([0, 2], [0, 1]))
+def test_members_of_a_group_that_are_not_adjacent_share_links():
+    network = fabric("v5e:4x4", rows=4, columns=4)
+    apart, together = (network.traffic(gather([group]), "all-gather").seconds for group in ([0, 2], [0, 1]))
     assert apart - 2e-6 == pytest.approx(2 * (together - 2e-6))
 
 
 def test_an_exchange_is_bound_by_the_cut_of_the_longest_dimension():
-    on = fabric("v5p:4x4x4", all=64)
-    found = on.traffic(gather([list(range(64))], "all-to-all"), "all-to-all").seconds
-    # Half of what two chips hold of each other's crosses the cut of a ring of four: B x 4 / 8 over one link.
+    network = fabric("v5p:4x4x4", all=64)
+    found = network.traffic(gather([list(range(64))], "all-to-all"), "all-to-all").seconds
+    # Two chips send half of their B bytes over the cut of a ring of four, which has two links: B x 4 / 8 a link.
     assert found == pytest.approx(4 * 2**20 * 4 / 8 / 90e9 + 6e-6)
 
 
 def test_a_permutation_is_routed():
-    on = fabric("v5e:1x4", ring=4)
+    network = fabric("v5e:1x4", ring=4)
     ring = [[0, 1], [1, 2], [2, 3], [3, 0]]
-    # The row is no ring: what goes from its end to its start crosses all links backwards, where nothing else goes.
-    found = on.traffic(gather(ring, "collective-permute"), "collective-permute")
+    # The row is not a ring: data from its end to its start cross all links backwards, and share them with nothing.
+    found = network.traffic(gather(ring, "collective-permute"), "collective-permute")
     assert found.seconds == pytest.approx(4 * 2**20 / 45e9 + 3e-6)
-    crossing = on.traffic(gather([[0, 2], [1, 3]], "collective-permute"), "collective-permute")
+    crossing = network.traffic(gather([[0, 2], [1, 3]], "collective-permute"), "collective-permute")
     assert crossing.seconds == pytest.approx(2 * 4 * 2**20 / 45e9 + 2e-6)
 
 
-def test_on_a_ring_the_end_is_beside_the_start():
-    on = fabric("v5p:4x4x4", slow=16, ring=4)
+def test_on_a_ring_the_end_is_next_to_the_start():
+    network = fabric("v5p:4x4x4", slow=16, ring=4)
     ring = [[0, 1], [1, 2], [2, 3], [3, 0]]
-    found = on.traffic(gather(ring, "collective-permute"), "collective-permute")
+    found = network.traffic(gather(ring, "collective-permute"), "collective-permute")
     assert found.axes == "ring"
     assert found.seconds == pytest.approx(4 * 2**20 / 90e9 + 1e-6)
 
 
 def test_two_devices_of_a_chip_share_its_links():
-    on = fabric("7x:4x4x4", chips=64, halves=2)
-    half, both = (on.traffic(gather([list(range(0, 128, step))]), "all-gather") for step in (2, 1))
+    network = fabric("7x:4x4x4", chips=64, halves=2)
+    half, both = (network.traffic(gather([list(range(0, 128, step))]), "all-gather") for step in (2, 1))
     assert (half.axes, both.axes) == ("chips", "chips+halves")
     assert half.seconds == pytest.approx(4 * 2**20 * 63 / 64 / (3 * 90e9) + 6e-6)
     assert both.seconds == pytest.approx(4 * 2**20 * 127 / 128 / (6 * 90e9) + 6e-6)
-    within = on.traffic(gather([[0, 1]]), "all-gather")
+    within = network.traffic(gather([[0, 1]]), "all-gather")
     assert within.seconds == pytest.approx(4 * 2**20 / 2 / 540e9 + 2e-6)
 
 
@@ -213,8 +213,8 @@ ENTRY %main (x: f32[262144]) -> f32[262144] {
 
 @pytest.mark.parametrize("cycles", [0, 15_000, 1_500_000])
 def test_what_is_started_early_hides_behind_work(cycles):
-    on = fabric("v5e:1x4", ring=4)
-    tally = Player(parse(OVERLAP.replace("CYCLES", str(cycles))), on, NONE).play()
+    network = fabric("v5e:1x4", ring=4)
+    tally = Player(parse(OVERLAP.replace("CYCLES", str(cycles))), network, NONE).play()
     alone = 4 * 2**20 * 3 / 4 / 45e9 + 4e-6
     assert tally.compute == pytest.approx((cycles + 15_000) / 1.5e9)
     assert tally.seconds == pytest.approx(max(alone, cycles / 1.5e9) + 15_000 / 1.5e9)
@@ -265,7 +265,7 @@ def test_a_collective_on_the_sparse_cores_runs_beside_the_work(cycles):
     assert tally.seconds == pytest.approx(max(4 * 2**20 * 3 / 4 / 45e9 + 4e-6, cycles / 1.5e9))
 
 
-def test_collectives_where_none_are_known_to_be_are_told_of():
+def test_collectives_in_an_unknown_instruction_are_reported():
     text = OFFLOADED.replace("OPCODE", "sent-elsewhere").replace("CYCLES", "0")
     tally = Player(parse(text), fabric("v5e:1x4", ring=4), NONE).play()
     assert tally.unknown == {"collectives in a sent-elsewhere": 1}
@@ -294,7 +294,7 @@ ENTRY %main (x: (s32[], f32[262144])) -> (s32[], f32[262144]) {
 
 
 def half(opcode: str, kind: str = "ALL_REDUCE", count: int = 262144, status: str = "ISSUE") -> str:
-    """What sends to other slices, or receives from them."""
+    """An instruction that sends to other slices, or receives from them."""
     name, operands = ("send", "%x, %token") if opcode == "send" else ("recv", "%token")
     hosts = f'_xla_host_transfer_rendezvous="all-reduce.8_0",_xla_megascale_transfer_type="{kind}"'
     return (
@@ -325,7 +325,7 @@ def test_what_is_deferred_or_sent_late_hides_behind_nothing(first, second):
     assert crossing(first, second, 1_500_000).seconds == pytest.approx(3 * (1.5 * 1024**2 / 3.125e9 + 1e-4 + 1e-3))
 
 
-def test_a_half_alone_is_told_of():
+def test_an_exchange_without_its_other_half_is_reported():
     assert crossing(half("send"), "", 0).unknown == {"exchange without its other half": 1}
 
 
@@ -424,7 +424,7 @@ bf16[2,1,4096,2048]{3,2,1,0}, f32[2,16,1,4096]{3,2,1,0}, f32[2,16,1,4096]{3,2,1,
 
 
 def test_heads_that_lie_side_by_side_are_counted():
-    """Sixteen of queries over four of keys; rows of tiles are four blocks of keys with two of queries."""
+    """Sixteen query heads over four key heads; four blocks of keys, each with two blocks of queries."""
     (line,) = parse(BESIDE).computations["main"]
     whole, _, row = BACKWARD["v5p"][1024, 1024, 512]
     cycles = 2 * 16 * (4 * 2 * 2 * whole + 4 * math.sqrt(2) * row) / 2
@@ -440,12 +440,12 @@ operand_layout_constraints={bf16[2,4096,2048]{2,1,0}, f32[1,4096,128]{2,1,0}}, f
 
 
 @pytest.mark.parametrize(("topology", "devices"), [("v6e:2x2", 1), ("7x:2x2x1", 2)])
-def test_a_kernel_that_is_bound_by_memory_takes_what_it_moves(topology, devices):
+def test_a_kernel_that_is_bound_by_memory_takes_the_time_of_its_bytes(topology, devices):
     (line,) = parse(STREAM).computations["main"]
-    on = pod(topology)
+    target = pod(topology)
     moved = 2 * 2 * 2 * 4096 * 2048 + 4 * 4096 * 128
-    expected = moved / (CHIPS[on.generation].streaming * 1e9 / devices)
-    assert Kernels(on, lambda q, k: 1.0).seconds(line) == pytest.approx(expected)
+    expected = moved / (CHIPS[target.generation].streaming * 1e9 / devices)
+    assert Kernels(target, lambda q, k: 1.0).seconds(line) == pytest.approx(expected)
 
 
 BRANCHES = """
@@ -466,21 +466,21 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
-def test_a_branch_runs_as_often_as_its_kernel_sees_something():
+def test_a_branch_counts_as_often_as_its_kernel_has_allowed_pairs():
     call = KERNEL.split("\n")[2].strip()
-    text, on = BRANCHES.replace("CALL", call), fabric("v5p:2x2x1", ring=4)
+    text, network = BRANCHES.replace("CALL", call), fabric("v5p:2x2x1", ring=4)
     share = visited_share(uniform(scheme("rope"), 1), 16384, causal=True)
-    tally = Player(parse(text), on, Kernels(on.pod, share)).play()
-    # Of 4 x 4 pairs of parts of 4,096 tokens ten see each other.
+    tally = Player(parse(text), network, Kernels(network.pod, share)).play()
+    # The causal mask allows 10 of the 4 x 4 pairs of shards of 4,096 tokens.
     assert tally.compute == pytest.approx(1e-3 * 10 / 16)
     (line,) = parse(KERNEL).computations["main"]
-    assert tally.kernels == pytest.approx(Kernels(on.pod, share).seconds(line))
+    assert tally.kernels == pytest.approx(Kernels(network.pod, share).seconds(line))
 
 
 def test_the_share_of_tiles_is_that_of_the_mask():
     layers = uniform(scheme("window", size=100), 2)
-    here = np.arange(1024)
-    allowed = (Causal() & Window(100)).allowed(here, here)
+    positions = np.arange(1024)
+    allowed = (Causal() & Window(100)).allowed(positions, positions)
     tiles = allowed.reshape(8, 128, 4, 256).any((1, 3)).mean()
     assert visited_share(layers, 1024, causal=True)(128, 256) == tiles
 
@@ -517,7 +517,7 @@ def test_links_close_into_rings_as_published(name, rings):
         ("v5e:0x8", "pods of v5e have 2 dimensions"),
     ],
 )
-def test_a_pod_that_is_none_is_one_line(topology, reason, tmp_path, capsys):
+def test_an_invalid_pod_is_a_one_line_error(topology, reason, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("model: {num_layers: 1}\n")
     assert main(["plan", str(tmp_path / "run.yaml"), "--topology", topology]) == WRONG_INPUT
     error = capsys.readouterr().err
@@ -533,7 +533,7 @@ def test_a_pod_that_is_none_is_one_line(topology, reason, tmp_path, capsys):
         ("2", "train.mesh.replica must be a multiple of the 2 slices, found 1; train.mesh.replica=2 would work"),
     ],
 )
-def test_slices_that_a_mesh_cannot_span_are_one_line(slices, reason, tmp_path, capsys):
+def test_slices_that_a_mesh_cannot_span_are_a_one_line_error(slices, reason, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("train: {mesh: {data: -1}}\n")
     command = ["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4", "--slices", slices]
     assert main(command) == WRONG_INPUT
@@ -569,7 +569,7 @@ def test_a_tiny_config_is_planned(tmp_path, capsys):
 @needs_compiler
 @pytest.mark.compile
 def test_the_evaluation_of_a_tiny_config_is_planned(tmp_path, capsys):
-    """One row of a text, split over all eight chips, which hold an eighth of the parameters."""
+    """One row of a text, split over all eight chips; each has an eighth of the parameters."""
     (tmp_path / "run.yaml").write_text(TINY)
     sizes = ["evaluate.lengths=[8192]", "evaluate.tokens=8192", "evaluate.batch_tokens=8192"]
     assert main(["plan", str(tmp_path / "run.yaml"), "--topology", "v5e:2x4", "--evaluate", *sizes]) == 0
@@ -592,26 +592,26 @@ STAGES = {
 
 
 def test_the_evaluation_of_the_last_stage_is_planned_under_its_extension(monkeypatch):
-    """Under linear scaling by the factor from the last stage's length to the longest one that is measured."""
-    config, asked = parse_config(STAGES), []
-    monkeypatch.setattr(plans, "compile_step", lambda config, *_: asked.append(config))
+    """Linear scaling by the longest evaluated length divided by the length of the last stage."""
+    config, requested = parse_config(STAGES), []
+    monkeypatch.setattr(plans, "compile_step", lambda config, *_: requested.append(config))
     monkeypatch.setattr(plans, "plan_of", lambda config, *_: Plan(config, *(None,) * 5))
     planned = plan_evaluation(config, pod("v5e:2x4")).config
-    [compiled] = asked
+    [compiled] = requested
     assert (compiled.train.length, compiled.stages, compiled.scheme.extend) == (32, (), config.scheme.extend)
     assert (planned.train.length, planned.train.rows, planned.train.mesh.context) == (64, 2, 4)
     mesh, program, (_, tokens, weights) = _evaluation(compiled, jax.devices())
     assert tokens.shape == (2, 65)
     model = build_model(compiled)
     parameters = nnx.to_pure_dict(nnx.state(model))
-    given = np.random.default_rng(0).integers(0, 64, tokens.shape).astype(np.int32), np.ones(weights.shape, np.float32)
+    inputs = np.random.default_rng(0).integers(0, 64, tokens.shape).astype(np.int32), np.ones(weights.shape, np.float32)
     by_scheme = {}
     for factor in (1.0, 2.0):
         extended = scheme("rope").extend(frequencies={"name": "linear", "factor": factor})
         predictor, own = predictor_of(model.with_scheme(extended), 0, None)
-        by_scheme[factor] = scoring(predictor, *weights.shape)[0](own, *given)
+        by_scheme[factor] = scoring(predictor, *weights.shape)[0](own, *inputs)
     with jax.set_mesh(mesh):
-        found = program(parameters, *given)
+        found = program(parameters, *inputs)
     np.testing.assert_allclose(found, by_scheme[2.0], rtol=1e-5)
     assert np.abs(found - by_scheme[1.0]).max() > 1e-3
 
@@ -642,7 +642,7 @@ def test_a_tiny_config_is_planned_for_two_slices(tmp_path):
     )
     plan = make_plan(config, pod("v5e:2x4", 2))
     ((crossing, sent),) = [(axes, size) for (axes, _), size in plan.tally.moved.items() if "DCN" in axes]
-    gradients = plan.memory.parameters / 4  # of a device, numbers: bfloat16 or float32, a half sent twice
+    gradients = plan.memory.parameters / 4  # numbers per device; half of them are sent twice, in bfloat16 or float32
     assert crossing == "replica (DCN)"
     assert "3.125 GB/s of a chip to other slices" in assumptions(plan)
     assert 2 * gradients <= sent <= 4.1 * gradients
@@ -656,12 +656,12 @@ def test_a_tiny_config_is_planned_for_two_slices(tmp_path):
     [
         ("v5e:3x5", "train.mesh={data: 1}", "the compiler knows no pod v5e:3x5"),
         ("v5e:2x4", "train.mesh.data=3", "devices"),
-        # Wide enough that gate and hidden units, of a row of half the width, are among the largest arrays.
+        # So wide that the hidden units, half of them on each device, are among the largest arrays.
         ("v5e:2x4", "model.mlp_dim=33554432", ",16777216] "),
         ("v5e:2x4", "model.mlp_dim=33554432", f"a device has {pod('v5e:2x4').hbm_bytes / GIB:.1f}; "),
     ],
 )
-def test_what_a_tiny_config_asks_too_much_of_a_pod_is_one_line(topology, override, reason, tmp_path, capsys):
+def test_a_tiny_config_that_a_pod_cannot_run_is_a_one_line_error(topology, override, reason, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(TINY)
     assert main(["plan", str(tmp_path / "run.yaml"), "--topology", topology, override]) == WRONG_INPUT
     error = capsys.readouterr().err

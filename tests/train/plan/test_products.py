@@ -1,4 +1,4 @@
-"""FLOPs of products in every notation, against sizes that are known and pairs counted one by one."""
+"""FLOPs of products in every notation, against known sizes and pairs counted one by one."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from train.plan.products import products_of
 
 
 def flops(text: str) -> float:
-    """Of everything in the entry."""
+    """The FLOPs of all products in the entry."""
     module = parse(text)
     return sum(
         product.flops
@@ -43,7 +43,7 @@ def test_a_product_over_two_dimensions_contracts_both():
 
 
 def test_padding_of_a_window_is_not_multiplied():
-    # Every output of the window meets exactly one head: a product with heads in the result.
+    # Each output of the window uses exactly one head, so this is a product with heads in the result.
     settings = "window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=b0f_0io->b0f"
     text = convolution("bf16[24576,1,4096]", "bf16[8,4096,128]", "bf16[24576,8,128]", settings)
     assert flops(text) == 2 * 24576 * 4096 * 8 * 128

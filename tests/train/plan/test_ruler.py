@@ -1,4 +1,4 @@
-"""The ruler: that it spends exactly the seconds and bytes that the timeline spends, and on the right parts."""
+"""The ruler: it counts the same seconds and bytes as the timeline, and assigns them to the right parts."""
 
 import pytest
 
@@ -72,11 +72,11 @@ backend_config={"estimated_cycles":"500"}
 
 @pytest.fixture(scope="module")
 def player() -> Player:
-    """Three trips of a loop with a product, a collective spread over fusions, and a kernel that half the tiles need."""
-    on = pod("v6e:2x2")
+    """Three trips of a loop with a product, a collective spread over fusions, and a kernel with a causal mask."""
+    target = pod("v6e:2x2")
     places = tuple((x, y, 0, 0) for x, y in ((0, 0), (1, 0), (1, 1), (0, 1)))
     share = visited_share(uniform(scheme("rope"), 1), 2048, causal=True)
-    return Player(parse(STEP.replace("CALL", CALL)), Fabric(on, {"fsdp": 4}, places), Kernels(on, share))
+    return Player(parse(STEP.replace("CALL", CALL)), Fabric(target, {"fsdp": 4}, places), Kernels(target, share))
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +109,13 @@ def test_each_part_has_its_cycles_and_products(reading):
     assert reading.flops == reading.parts[MLP, FORWARD].flops == 3 * 2 * 512 * 256 * 1024
 
 
-def test_the_branch_with_the_kernel_runs_as_often_as_it_sees_something(player):
+def test_the_branch_with_the_kernel_counts_as_often_as_it_has_allowed_pairs(player):
     found = [visit for visit in visits(player) if visit.line.name == "work"]
-    # Of 4 x 4 pairs of parts of 512 tokens ten see each other.
+    # The causal mask allows 10 of the 4 x 4 pairs of shards of 512 tokens.
     assert [(visit.times, visit.chance) for visit in found] == [(3, pytest.approx(10 / 16))]
 
 
-def test_a_kernel_of_which_nothing_is_known_has_no_seconds(player):
+def test_an_unknown_kernel_has_no_seconds(player):
     text = STEP.replace("CALL", CALL.replace("posjax_attention_forward", "someones_kernel"))
     strange = Player(parse(text), player.fabric, player.kernels)
     reading = measure("a step", strange, MEMORY, 512, WIDTHS)

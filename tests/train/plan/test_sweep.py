@@ -1,4 +1,4 @@
-"""Sweeps: which ways to split a config are tried, by which rough counts, and how they are ranked."""
+"""Sweeps: which ways to split a config are tried, by which rough estimates, and how they are ranked."""
 
 import dataclasses
 import io
@@ -73,19 +73,21 @@ def test_a_sweep_spans_slices_with_replicas(long_rows):
     assert both.bytes < alone.bytes  # half the tokens
 
 
-def test_the_way_to_other_slices_bounds_a_sweep(long_rows):
+def test_the_network_between_slices_bounds_a_sweep(long_rows):
     axes = {"replica": 2, "data": 8, "fsdp": 1, "context": 1, "tensor": 1}
     parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
-    # Of each of four chips in a slice, a quarter of the gradients in bfloat16, half of them there and half back.
+    # Each of the four chips in a slice sends a quarter of the gradients in bfloat16: half of them out, half back.
     assert rough_seconds(long_rows, axes, pod("7x:2x2x1", 2)) == pytest.approx(2 * parameters / 4 / 12.5e9)
 
 
 def test_parameters_are_gathered_over_context_as_over_fsdp(long_rows):
-    on, axes = pod("v5e:2x4"), {"replica": 1, "data": 1, "fsdp": 1, "context": 8, "tensor": 1}
+    target, axes = pod("v5e:2x4"), {"replica": 1, "data": 1, "fsdp": 1, "context": 8, "tensor": 1}
     few = dataclasses.replace(long_rows, train=dataclasses.replace(long_rows.train, batch_tokens=8, length=8))
     parameters = 4 * 1024 * (2 * 1024 + 2 * 512 + 3 * 2736) + 32000 * 1024
     keys_and_values = 6 * 2 * 1 * 4 * 512 * 7
-    assert rough_seconds(few, axes, on) == pytest.approx((6 * parameters + keys_and_values) / (2e9 * on.network.link))
+    assert rough_seconds(few, axes, target) == pytest.approx(
+        (6 * parameters + keys_and_values) / (2e9 * target.network.link)
+    )
 
 
 def test_rough_memory_is_that_of_state_and_activations(long_rows):
@@ -101,7 +103,7 @@ def test_rough_memory_is_that_of_state_and_activations(long_rows):
     assert by_name["fsdp 4 x tensor 2, attention"].bytes - split.bytes == attended
 
 
-def test_a_sweep_ranks_what_was_planned_and_tells_what_was_not(long_rows, monkeypatch):
+def test_a_sweep_ranks_what_was_planned_and_reports_what_was_not(long_rows, monkeypatch):
     seconds = iter([3.0, None, 1.0, 2.0])
 
     def made(config, on, flags):
@@ -120,7 +122,7 @@ def test_a_sweep_ranks_what_was_planned_and_tells_what_was_not(long_rows, monkey
     assert 'LIBTPU_INIT_ARGS="--xla_a=1"' in console.export_text()
 
 
-def test_a_sweep_of_what_cannot_fit_is_one_line(tmp_path, capsys):
+def test_a_sweep_of_what_cannot_fit_is_a_one_line_error(tmp_path, capsys):
     (tmp_path / "large.yaml").write_text(LONG.replace("model_dim: 1024", "model_dim: 65536"))
     status = main(["plan", str(tmp_path / "large.yaml"), "--topology", "v5e:2x4", "--sweep", "2"])
     assert status == WRONG_INPUT

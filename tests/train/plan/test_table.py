@@ -1,4 +1,4 @@
-"""The page of plans: published runs by what their numbers count, predictions beside them, and what is not planned."""
+"""The page of plans: what published numbers count, predictions beside them, and runs that are not planned."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ def test_every_entry_of_the_table_can_be_split_over_its_pod():
         check_split(entry.config, entry.pod)
 
 
-def test_the_page_tells_what_was_planned_and_what_was_not():
+def test_the_page_shows_what_was_planned_and_what_was_not():
     first, second, *_ = [entry for entry in table.entries() if entry.run]
     ours, another, earlier, *_ = [entry for entry in table.entries() if not entry.run]
     made = {
@@ -66,7 +66,7 @@ def test_published_shapes_have_the_parameters_of_their_names():
 
 
 def count_error(run):
-    """The relative difference of a logged step from what its number counts."""
+    """The relative error of the FLOPs in a logged step against those that its published number counts."""
     return 1e12 * run.teraflops * pod(run.topology, run.slices).chips * run.seconds / run.counted - 1
 
 
@@ -84,7 +84,7 @@ def test_another_count_would_not_fit():
 
 def test_numbers_that_count_all_pairs_are_brought_to_half_of_them():
     found = {(run.name, run.topology): run.comparable for run in PUBLISHED}
-    # 6 N + 6 layers x heads x size x length over 6 N + twice that, of 8B at 8,192: 51.47 and 57.91 GFLOP a token.
+    # GFLOP a token of 8B at 8,192: 6 N + 6 x layers x heads x size x length = 51.47; with twice the second term, 57.91.
     assert found["Llama-3.1-8B 8k", "v6e:16x16"] == pytest.approx(417.397 * 51.47 / 57.91, rel=1e-3)
     assert found["Llama-3.1-70B 8k", "v6e:16x16"] == pytest.approx(431, abs=0.5)
     assert found["Llama-2-70B 4k", "v6e:16x16"] == pytest.approx(387.7, abs=0.1)

@@ -1,4 +1,4 @@
-"""Names at the ends of lines stand apart, in the order of the lines."""
+"""Names at the ends of lines do not overlap, and have the order of the lines."""
 
 from itertools import combinations, pairwise
 
@@ -15,7 +15,7 @@ ABOUT = ("Title", "Text.")
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that were drawn, with their names in place, in place of files."""
+    """The figures that were drawn, with their names placed; no files are written."""
     found = []
 
     def keep(made):
@@ -32,7 +32,7 @@ def names(panel):
 
 
 def check(made):
-    """No name meets another one of its panel, nor lies outside the figure."""
+    """No name overlaps another one of its panel, or is outside the figure."""
     made.draw_without_rendering()
     whole = made.bbox
     for panel in made.axes:
@@ -44,7 +44,7 @@ def check(made):
             assert panel.bbox.y0 - 3 <= box.y0 < box.y1 <= panel.bbox.y1 + 3, name
 
 
-def test_no_two_names_of_forty_schemes_meet(drawn):
+def test_no_two_names_of_forty_schemes_overlap(drawn):
     rows = zoo(seeds=1)
     figure.draw(rows, *ABOUT)
     (made,) = drawn
@@ -52,7 +52,7 @@ def test_no_two_names_of_forty_schemes_meet(drawn):
     assert all(0 < len(names(panel)) <= 8 for panel in made.axes if panel.axison)
 
 
-def test_no_two_names_meet_by_position_nor_where_three_panels_share_a_row(drawn):
+def test_no_two_names_overlap_by_position_or_where_three_panels_share_a_row(drawn):
     places = {"position_ends": [8, 16, 32], "position_nll": [2.0, 1.5, 1.4]}
     rows = [{**row, **places} for n in range(8) for row in text(f"a scheme with a long name {n}", (5.0,) * 5)]
     curves.draw_by_position(rows)
@@ -75,7 +75,7 @@ def test_names_that_have_room_stay_at_their_lines():
     assert ends.spread([], 0.1) == []
 
 
-def test_names_that_crowd_stand_around_their_mean():
+def test_names_that_crowd_are_spread_around_their_mean():
     assert ends.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
     assert ends.spread([0.52, 0.5], 0.1) == pytest.approx([0.56, 0.46])
 

@@ -1,4 +1,4 @@
-"""What the page says in sentences."""
+"""The findings that the page states in sentences."""
 
 import pytest
 from report_rows import task, text
@@ -23,7 +23,7 @@ def test_the_best_and_the_worst_at_the_longest_length():
     assert findings(rows) == [expected]
 
 
-def test_what_ties_is_best_together():
+def test_schemes_that_tie_are_best_together():
     rows = text("rope", (5.001,)) + text("alibi", (5.002,)) + text("t5", (7.0,))
     (found,) = findings(rows)
     assert found == (
@@ -46,13 +46,13 @@ def test_a_length_that_only_one_scheme_reaches_is_not_compared():
     assert findings(rows)[0].startswith("At 2 times the training length (64 tokens) learned has the lowest")
 
 
-def test_a_single_scheme_stands_beside_its_shortest_length():
+def test_a_single_scheme_is_compared_with_its_shortest_length():
     assert findings(text("rope", (5.0, 6.0, 31.0))) == [
         "At 4 times the training length (128 tokens) rope has a perplexity of 31.00, 5.00 at 32 tokens."
     ]
 
 
-def test_lengths_have_no_times_without_one_training_length():
+def test_lengths_are_no_multiples_without_one_training_length():
     rows = text("a", (5.0, 6.0), train_length=32) + text("b", (5.0, 7.0), train_length=64)
     assert findings(rows)[0].startswith("At 64 tokens a has")
 
@@ -61,7 +61,7 @@ def test_nothing_is_found_in_rows_without_numbers():
     assert findings(text("rope", (None, None))) == []
 
 
-def test_what_stands_on_few_windows_is_named():
+def test_curves_of_too_few_windows_are_named():
     places = {"position_ends": [32], "position_nll": [2.0]}
     rows = text("rope", (5.0, 6.0), window_tokens=512, last_tokens=31 * 32, **places)
     assert findings(rows)[1:] == [
@@ -80,10 +80,10 @@ def test_what_stands_on_few_windows_is_named():
         ((0.04, 0.0), 0.01, 10_000, True),  # no noise, but not worth a figure
         ((0.07, 0.0), 0.01, 10_000, False),
         ((0.3, 0.0), None, 40, False),
-        ((None, None), 0.1, 40, False),  # it is named among what was not measured
+        ((None, None), 0.1, 40, False),  # it is listed as not measured
     ],
 )
-def test_a_task_that_nothing_has_learned_is_named(shares, chance, cases, is_told):
+def test_a_task_that_no_scheme_has_learned_is_named(shares, chance, cases, is_told):
     rows = text("rope", (5.0, 6.0)) + task("copy", "rope", shares, chance=chance, cases=cases)
-    told = ["Copy: no scheme is above a guess by more than noise, so there is no figure."]
-    assert findings(rows)[1:] == (told if is_told else [])
+    expected = ["Copy: no scheme is above a guess by more than noise, so there is no figure."]
+    assert findings(rows)[1:] == (expected if is_told else [])

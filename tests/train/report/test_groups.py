@@ -1,4 +1,4 @@
-"""Every scheme has a panel, beside its family, and no panel has more lines than can be told apart."""
+"""Every scheme has a panel with its family, and no panel has more lines than a reader can distinguish."""
 
 from itertools import pairwise
 
@@ -37,7 +37,7 @@ def test_panels_are_of_one_family_in_the_order_of_families():
     assert all(one <= other for one, other in pairwise(order))
 
 
-def test_many_extensions_have_panels_of_their_own_each_with_what_was_trained():
+def test_many_extensions_have_panels_of_their_own_each_with_the_trained_scheme():
     found = [group for group in groups(zoo(seeds=1)) if group.title.startswith("rope, extended")]
     assert [group.title for group in found] == ["rope, extended (1 of 2)", "rope, extended (2 of 2)"]
     assert all(group.labels[:2] == ("nope", "rope") for group in found)
@@ -70,7 +70,7 @@ def test_rows_of_a_failed_seed_have_the_family_of_the_others():
     assert groups(rows + failed) == groups(rows)
 
 
-def test_what_was_trained_stands_before_its_extensions_wherever_it_is_listed():
+def test_a_trained_scheme_comes_before_its_extensions_in_any_order():
     extensions = [row for n in range(8) for row in text(f"rope + {n}", (5.0,), base="rope")]
     rows = text("alibi", (5.0,)) + extensions + text("rope", (5.0,))
     assert [group.labels for group in groups(rows)] == [
@@ -79,7 +79,7 @@ def test_what_was_trained_stands_before_its_extensions_wherever_it_is_listed():
     assert [group.title for group in groups(rows)] == ["rope, extended (1 of 2)", "rope, extended (2 of 2)"]
 
 
-def test_extensions_of_what_is_not_listed_have_panels_without_it():
+def test_extensions_of_a_scheme_that_is_not_listed_have_panels_without_it():
     extensions = [row for n in range(8) for row in text(f"rope + {n}", (5.0,), base="rope")]
     found = groups(text("alibi", (5.0,)) + extensions)
     assert [group.title for group in found] == ["rope, extended (1 of 2)", "rope, extended (2 of 2)"]

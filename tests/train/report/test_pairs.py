@@ -1,4 +1,4 @@
-"""Differences paired by seed, beside those of scipy and a hand-made one."""
+"""Differences paired by seed, against those of scipy and one computed by hand."""
 
 import math
 
@@ -18,7 +18,7 @@ def seeded(label, values, **about):
 @pytest.mark.parametrize("seeds", [2, 3, 8])
 def test_the_interval_is_that_of_the_paired_t_test(seeds):
     draws = np.random.default_rng(seeds)
-    level = draws.normal(2.0, 0.5, seeds)  # of a seed, which both schemes share
+    level = draws.normal(2.0, 0.5, seeds)  # of each seed, shared by both schemes
     first, second = (level + draws.normal(shift, 0.05, seeds) for shift in (0.0, 0.03))
     rows = seeded("rope", np.exp(first).tolist()) + seeded("alibi", np.exp(second).tolist())
     found = difference(rows, "alibi", "rope", 32)
@@ -27,7 +27,7 @@ def test_the_interval_is_that_of_the_paired_t_test(seeds):
     assert found.mean == pytest.approx((second - first).mean())
 
 
-def test_a_hand_made_interval():
+def test_an_interval_computed_by_hand():
     # Mean 2, standard deviation 1, three values: t of two degrees of freedom is 4.30265.
     half = 4.302652729911275 / math.sqrt(3)
     assert interval([1.0, 2.0, 3.0]) == Interval(2.0, pytest.approx(2.0 - half), pytest.approx(2.0 + half))
@@ -37,7 +37,7 @@ def test_a_hand_made_interval():
     assert interval([0.5, 0.5]) == Interval(0.5, 0.5, 0.5)
 
 
-def test_seeds_are_pairs_in_whatever_order_they_stand():
+def test_seeds_are_paired_in_any_order():
     rows = seeded("rope", (5.0, 6.0, 7.0)) + seeded("alibi", (5.1, 6.12, 7.14))[::-1]
     found = difference(rows, "alibi", "rope", 32)
     assert found.mean == pytest.approx(math.log(1.02))

@@ -1,4 +1,4 @@
-"""What is seen in panels: seeds, training lengths, the line that all share."""
+"""What panels show: seeds, training lengths, and the line that all panels share."""
 
 import pytest
 from report_rows import LENGTHS, task, text, zoo
@@ -11,7 +11,7 @@ ABOUT = ("Title", "Text.")
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that were drawn, in place of files."""
+    """The figures that were drawn; no files are written."""
     found = []
     monkeypatch.setattr("train.report.style.png", lambda made: found.append(made) or b"")
     return found
@@ -114,13 +114,13 @@ def test_the_last_tokens_of_few_windows_are_not_drawn(drawn):
     assert drawn[0].get_figwidth() == style.WIDTH
 
 
-def test_tasks_at_the_guess_are_not_drawn(drawn):
+def test_tasks_with_the_accuracy_of_a_guess_are_not_drawn(drawn):
     rows = text("rope", (5.0, 6.0)) + task("copy", "rope", (0.9, 0.5)) + task("mqar", "rope", (0.02, 0.0))
     curves.draw_tasks(rows)
     assert [panel.get_title(loc="left") for panel in drawn[0].axes] == ["Copy"]
 
 
-def test_no_figure_of_tasks_that_nothing_has_learned(drawn):
+def test_no_figure_of_tasks_that_no_scheme_has_learned(drawn):
     about = report.About("", "", "", "", {})
     guesses = [row for depth in (0.0, 1.0) for row in task("induction", "rope", (0.0, 0.02), depth=depth)]
     assert [picture.name for picture in report.pictures(text("rope", (5.0, 6.0)) + guesses, about)] == ["figure.png"]

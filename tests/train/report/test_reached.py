@@ -1,4 +1,4 @@
-"""Trainings that end at a loss: a table, survival curves, and the seeds that count in tasks."""
+"""Trainings that end at a loss: their table, survival curves, and the seeds that count in tasks."""
 
 import pytest
 from report_rows import task, text
@@ -9,7 +9,7 @@ from train.report.page import About, pictures, render
 
 
 def seeds(label, updates, base=None):
-    """Rows of a scheme of which each seed took so many of 3,000 updates, or None."""
+    """Rows of a scheme, with the updates of each seed until the loss: at most 3,000, or None if not reached."""
     rows = []
     for seed, each in enumerate(updates):
         ending = {"stop_loss": 2.0, "updates": 3000, "updates_to_loss": each}
@@ -27,7 +27,7 @@ def test_updates_of_trained_schemes():
     assert reached.times(text("rope", [5.0])) == {}
 
 
-def test_survival_falls_by_one_training_each():
+def test_survival_falls_by_one_training_at_a_time():
     assert reached.survival(COCA, 3000) == [(0, 1.0), (700, 0.75), (700, 0.5), (900, 0.25), (1000, 0.0), (3000, 0.0)]
     assert reached.survival(ROPE, 3000) == [(0, 1.0), (1200, 0.75), (2500, 0.5), (3000, 0.5)]
     assert reached.survival([None], 9) == [(0, 1.0), (9, 1.0)]

@@ -1,4 +1,4 @@
-"""The report is made from rows of numbers alone; the page is parsed, not searched."""
+"""The report, made from rows of numbers alone; tests parse its page and do not search its text."""
 
 import base64
 import io
@@ -188,7 +188,7 @@ def test_the_terminal_shows_every_table_and_note():
 
 
 def sliding(rows):
-    """The same rows with sliding windows, with NLL by position, and with what was measured while they trained."""
+    """The same rows with sliding windows, NLL by position, and losses during training."""
     training = {"tokens": [1024, 2048], "held_out_loss": [3.0, 2.0]}
     rows = [{**row, "training": None if row["base"] else training} for row in rows]
     more = {
@@ -260,7 +260,7 @@ def test_tasks_have_tables_of_accuracy_over_all_depths(whole):
     assert "rope <b>, copy at 256: the logits are not finite" in page.text["li"]
 
 
-def test_pictures_without_numbers_are_left_out_and_old_ones_go(whole, tmp_path):
+def test_pictures_without_numbers_are_left_out_and_old_ones_are_deleted(whole, tmp_path):
     for name in report.FILES:
         (tmp_path / name).write_bytes(b"old")
     report.write(tmp_path, ROWS + TASKS[:6], ABOUT)
@@ -292,10 +292,10 @@ def test_positions_are_those_of_the_longest_length_that_has_numbers():
     assert numbers.positions(ROWS, "alibi") == ((), [])
 
 
-def test_positions_stand_on_enough_windows_and_tokens():
+def test_positions_need_enough_windows_and_tokens():
     rows = [{**row, "window_tokens": 64 * row["length"], "position_ends": [1, 4, 12]} for row in sliding(ROWS)]
-    by = [{**row, "position_nll": [9.0, 2.0, 1.0]} for row in rows]  # parts of 1, 3 and 8 places in 64 windows
-    assert numbers.positions(by, "alibi") == ((1, 4, 12), [None, None, report.Estimate(1.0)])
-    assert numbers.positions([{**row, "position_ends": [1, 2, 4]} for row in by], "alibi") == ((), [])
-    longest = [{**row, "window_tokens": 31 * 256, "position_nll": [9.0, 9.0, row["length"]]} for row in by]
+    measured = [{**row, "position_nll": [9.0, 2.0, 1.0]} for row in rows]  # parts of 1, 3 and 8 positions in 64 windows
+    assert numbers.positions(measured, "alibi") == ((1, 4, 12), [None, None, report.Estimate(1.0)])
+    assert numbers.positions([{**row, "position_ends": [1, 2, 4]} for row in measured], "alibi") == ((), [])
+    longest = [{**row, "window_tokens": 31 * 256, "position_nll": [9.0, 9.0, row["length"]]} for row in measured]
     assert numbers.positions(longest, "alibi") == ((1, 4, 12), [None, report.Estimate(9.0), report.Estimate(64)])

@@ -1,4 +1,4 @@
-"""The tables of trials."""
+"""The tables of trials, which choose a learning rate and a factor for positions."""
 
 from train.report.trials import chosen_rates, tables_of_trials
 
@@ -20,12 +20,12 @@ TRIALS = [
 ]
 
 
-def test_what_was_chosen_stands_beside_the_second_best():
+def test_the_chosen_trial_is_compared_with_the_second_best():
     (table,) = chosen_rates(TRIALS)
     assert table.rows == (("t5", "0.001", "30", "2.0000", "0.5000", "3"), ("rope", "0.003", "1", "2.2000", "-", "1"))
 
 
-def test_every_trial_is_shown_with_what_it_does_beyond():
+def test_every_trial_is_shown_with_its_perplexity_at_each_length():
     _, table = tables_of_trials(TRIALS)
     assert table.header == ("scheme", "learning rate", "factor for positions", "32", "64", "")
     assert table.rows == (

@@ -18,7 +18,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "
 
 @pytest.fixture
 def joined(monkeypatch):
-    """The arguments with which jax was asked to join other processes; None when it was not."""
+    """A function that gives the arguments of `jax.distributed.initialize`, or None if it was not called."""
     calls = [None]
     monkeypatch.setattr(jax.distributed, "initialize", lambda *places, **named: calls.append((places, named)))
     return lambda: calls[-1]
@@ -53,7 +53,7 @@ def test_a_cluster_is_left_to_jax(joined, environment):
 
 
 @pytest.mark.parametrize(("cpu", "found"), [({}, ((), {})), ({"JAX_PLATFORMS": "cpu"}, None)])
-def test_a_host_of_tpus_asks_its_pod_unless_it_computes_on_its_processor(joined, monkeypatch, cpu, found):
+def test_a_host_of_tpus_joins_its_pod_unless_it_computes_on_its_cpu(joined, monkeypatch, cpu, found):
     monkeypatch.setattr(distributed.Path, "exists", lambda place: str(place) == "/dev/accel0")
     start({"TPU_WORKER_HOSTNAMES": "a,b", **cpu})
     assert joined() == found
@@ -68,7 +68,7 @@ def test_a_host_of_tpus_asks_its_pod_unless_it_computes_on_its_processor(joined,
         ({"JAX_COORDINATOR_ADDRESS": "first"}, "JAX_COORDINATOR_ADDRESS must be host:port, found 'first'"),
     ],
 )
-def test_half_a_name_is_refused(joined, changes, message):
+def test_incomplete_or_invalid_variables_are_refused(joined, changes, message):
     with pytest.raises(ValueError, match=message):
         start({**ADDRESS, **changes})
     assert joined() is None
@@ -80,10 +80,10 @@ def test_one_process_agrees_with_itself():
     assert collect(lambda: {"a": [1]}) == [{"a": [1]}]
 
 
-def test_what_process_0_finds_wrong_is_wrong_for_all(monkeypatch):
-    told = []
+def test_an_error_of_process_0_is_raised_in_all(monkeypatch):
+    sent = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(distributed, "gather", lambda text: told.append(text) or [told[0], text])
+    monkeypatch.setattr(distributed, "gather", lambda text: sent.append(text) or [sent[0], text])
 
     def fails():
         raise FileNotFoundError("no such text")
@@ -92,15 +92,15 @@ def test_what_process_0_finds_wrong_is_wrong_for_all(monkeypatch):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         with pytest.raises(FileNotFoundError, match="no such text"):
             decide(fails)
-    assert told[1] == ""
+    assert sent[1] == ""
 
 
 @pytest.mark.parametrize(("kind", "raised"), [(ValueError, ValueError), (PermissionError, OSError)])
-def test_what_any_process_finds_wrong_is_wrong_for_all(monkeypatch, kind, raised):
-    """As two processes tell, each of which runs here in its turn; the second one fails."""
-    told = []
+def test_an_error_of_any_process_is_raised_in_all(monkeypatch, kind, raised):
+    """Two processes, which run here one after the other; the second one fails."""
+    sent = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(distributed, "gather", lambda text: told.append(text) or [told[0], text])
+    monkeypatch.setattr(distributed, "gather", lambda text: sent.append(text) or [sent[0], text])
 
     def fails():
         raise kind("its disk")
@@ -108,7 +108,7 @@ def test_what_any_process_finds_wrong_is_wrong_for_all(monkeypatch, kind, raised
     assert collect(lambda: [1]) == [[1], [1]]
     with pytest.raises(raised, match="its disk"):
         collect(fails)
-    monkeypatch.setattr(distributed, "gather", lambda text: [text, told[1]])
+    monkeypatch.setattr(distributed, "gather", lambda text: [text, sent[1]])
     with pytest.raises(raised, match="its disk"):
         collect(lambda: [1])
 
@@ -131,12 +131,12 @@ def test_a_signal_asks_one_process_to_stop():
         (None, False),
     ],
 )
-def test_losses_are_told_from_other_errors(error, loss):
+def test_lost_processes_are_distinguished_from_other_errors(error, loss):
     assert is_loss(error) == loss
 
 
 def watched(says: bytes, done: bool = False) -> list[int]:
-    """The processes that are lost when number 3 says something and ends."""
+    """The processes that are reported as lost when process 3 sends `says` and ends."""
     lost, finished = [], threading.Event()
     here, there = socket.socketpair()
     if done:
@@ -148,7 +148,7 @@ def watched(says: bytes, done: bool = False) -> list[int]:
     return lost
 
 
-def test_who_ends_without_a_goodbye_is_lost():
+def test_a_process_that_ends_without_a_goodbye_is_lost():
     assert watched(b"") == [3]
     assert watched(b".") == []
     assert watched(b"", done=True) == []
@@ -156,14 +156,14 @@ def test_who_ends_without_a_goodbye_is_lost():
 
 @pytest.mark.parametrize(("module", "status"), [("google.auth.exceptions", 2), ("gcsfs.retry", 2), ("train.loop", 1)])
 def test_a_process_without_access_to_a_store_leaves_with_one_line(monkeypatch, capsys, module, status):
-    left = []
+    statuses = []
     monkeypatch.setattr(distributed, "_leaving", threading.Lock())
     monkeypatch.setattr(distributed, "_GRACE", 0.0)
-    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(os, "_exit", statuses.append)
     distributed._leave(type("NoAccess", (Exception,), {"__module__": module})("no credentials"))
-    told = capsys.readouterr().err
-    assert left == [status]
-    assert (told == "error: process 0 of 1: no credentials\n") == (status == 2)
+    printed = capsys.readouterr().err
+    assert statuses == [status]
+    assert (printed == "error: process 0 of 1: no credentials\n") == (status == 2)
 
 
 def test_strangers_are_turned_away_and_members_are_known():
@@ -181,7 +181,7 @@ def test_strangers_are_turned_away_and_members_are_known():
             assert stranger.recv(1) == b""
 
 
-def test_a_process_that_cannot_be_reached_is_gone_without():
+def test_no_connection_to_a_process_that_cannot_be_reached():
     with tether._listen() as server:
         port = server.getsockname()[1]
     assert tether._connect(["localhost"], port, "ab" * 16, 1) is None

@@ -1,4 +1,4 @@
-"""Recommended flags of the TPU compiler: which are missing, and how a run is told."""
+"""Recommended flags of the TPU compiler: which are missing, and what a run prints about them."""
 
 import importlib.util
 import os
@@ -11,16 +11,16 @@ from train.plan.pods import KNOWN
 from train.runtime.chips import CHIPS
 from train.runtime.flags import RECOMMENDED, advice, missing
 
-ON = "v6e"
-FIRST, *OTHERS = RECOMMENDED[ON]
+CHIP = "v6e"
+FIRST, *OTHERS = RECOMMENDED[CHIP]
 
 
 def test_what_is_set_by_hand_stays():
     name = FIRST.partition("=")[0]
-    assert missing(ON, "") == " ".join(RECOMMENDED[ON])
-    assert missing(ON, f"--other=1 {name}=7") == " ".join(OTHERS)
-    assert missing(ON, f"{name[1:]}=7") == " ".join(OTHERS)  # one dash will do
-    assert missing(ON, f"{name}_more=7") == " ".join(RECOMMENDED[ON])
+    assert missing(CHIP, "") == " ".join(RECOMMENDED[CHIP])
+    assert missing(CHIP, f"--other=1 {name}=7") == " ".join(OTHERS)
+    assert missing(CHIP, f"{name[1:]}=7") == " ".join(OTHERS)  # one dash is enough
+    assert missing(CHIP, f"{name}_more=7") == " ".join(RECOMMENDED[CHIP])
     assert missing("v4", "") == ""
 
 
@@ -28,12 +28,12 @@ def test_every_chip_is_known():
     assert set(RECOMMENDED) <= set(KNOWN)
 
 
-def test_a_run_is_told_what_its_environment_lacks(monkeypatch):
+def test_a_run_prints_what_its_environment_lacks(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--other=1")
-    told = advice(CHIPS[ON].kind)
-    assert told.endswith(f'export LIBTPU_INIT_ARGS="--other=1 {" ".join(RECOMMENDED[ON])}"')
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", " ".join(RECOMMENDED[ON]))
-    assert advice(CHIPS[ON].kind) is None
+    message = advice(CHIPS[CHIP].kind)
+    assert message.endswith(f'export LIBTPU_INIT_ARGS="--other=1 {" ".join(RECOMMENDED[CHIP])}"')
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", " ".join(RECOMMENDED[CHIP]))
+    assert advice(CHIPS[CHIP].kind) is None
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 80GB HBM3", CHIPS["v4"].kind])
@@ -55,6 +55,6 @@ jax.jit(jnp.sin).trace(x).lower(lowering_platforms=("tpu",)).compile()
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is not installed")
 @pytest.mark.parametrize("chip", RECOMMENDED)
 def test_the_compiler_knows_them(chip):
-    known = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    environment = {**os.environ, **known, "LIBTPU_INIT_ARGS": " ".join(RECOMMENDED[chip])}
+    variables = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment = {**os.environ, **variables, "LIBTPU_INIT_ARGS": " ".join(RECOMMENDED[chip])}
     subprocess.run([sys.executable, "-c", PROGRAM, CHIPS[chip].topology], env=environment, check=True)

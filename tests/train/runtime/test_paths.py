@@ -1,4 +1,4 @@
-"""Places in an object store, as gcsfs sees them."""
+"""Paths in an object store, read through gcsfs."""
 
 import fsspec
 import pytest
@@ -9,7 +9,7 @@ from train.runtime.paths import look_anew, names_in, path
 
 @pytest.fixture
 def store(monkeypatch):
-    """A store that this process takes for Google's."""
+    """A local server in place of Google's store."""
     system = pytest.importorskip("gcsfs").GCSFileSystem
     with serving() as (store, address):
         for name, value in of_the_store(address).items():
@@ -20,7 +20,7 @@ def store(monkeypatch):
 
 
 def test_what_others_write_into_an_object_store_is_seen(store):
-    """gcsfs keeps listings, and knows nothing of what TensorStore and other processes write."""
+    """gcsfs caches listings, so it misses what TensorStore and other processes write."""
     store.put("bucket", "run/first", b"")
     folder = path("gs://bucket/run")
     assert names_in(folder) == ["first"]

@@ -1,4 +1,4 @@
-"""Runs of several processes, killed in every way and gone on with, end with the numbers of an undisturbed run."""
+"""Runs of several processes that are killed and resumed end with the numbers of an uninterrupted run."""
 
 import json
 import random
@@ -77,8 +77,8 @@ def newest_sealed(directory: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def straight(folder):
-    """The metrics of an undisturbed run of two processes with two devices each."""
+def uninterrupted(folder):
+    """The metrics of an uninterrupted run of two processes with two devices each."""
     run = Processes(folder, "straight", 2, 2)
     run.end(0, 0)
     assert checkpoints(run.directory) == {"24", "28"}
@@ -100,10 +100,10 @@ def kill_one(victim):
         run.wait_until(lambda: last_step(run.directory) >= target)
         run.send(signal.SIGKILL, victim)
         run.end(*((-9, None) if victim == 0 else (None, -9)))
-        told = run.errors(1 - victim)
+        errors = run.errors(1 - victim)
         by_jax = victim == 0 and "JAX distributed service detected fatal errors" in run.printed(1)
-        assert len(told) == 1 or (by_jax and not told)
-        assert all(line.startswith(f"error: process {1 - victim} of 2: {LOST}") for line in told)
+        assert len(errors) == 1 or (by_jax and not errors)
+        assert all(line.startswith(f"error: process {1 - victim} of 2: {LOST}") for line in errors)
 
     return kill
 
@@ -113,7 +113,7 @@ def ask(*asked):
         target = last_step(run.directory) + draw.randint(2, 6)
         run.wait_until(lambda: last_step(run.directory) >= target)
         run.send(signal.SIGTERM, *asked)
-        run.send(signal.SIGSTOP, 0)  # jax looks for the signal once a second, in which so small a run might end
+        run.send(signal.SIGSTOP, 0)  # jax checks for the signal once a second; so small a run might end before
         time.sleep(1.5)
         run.send(signal.SIGCONT, 0)
         run.end(*(130 for _ in run.all))
@@ -125,7 +125,7 @@ def ask(*asked):
 
 
 def damage_the_newest(directory):
-    """Flips bits all over the values of process 1, which it alone reads; returns the step."""
+    """Flips bits in the parameters that only process 1 reads; returns the step."""
     newest = directory / "checkpoints" / str(newest_sealed(directory))
     place = max(newest.glob("parameters/ocdbt.process_1/d/*"), key=lambda place: place.stat().st_size)
     content = bytearray(place.read_bytes())
@@ -143,7 +143,7 @@ def lose_bytes(directory):
 
 
 def verify(run):
-    """What two processes together tell of the finished checkpoints of a run of which one is damaged."""
+    """What two processes print about the finished checkpoints of a run, one of which is damaged."""
     found = Processes(run.directory.parent, run.directory.name, 2, 2, command="verify")
     found.end(1, 1)
     assert "step" not in found.printed(1)
@@ -151,57 +151,57 @@ def verify(run):
     return [line for line in lines if "not finished" not in line]
 
 
-def resume_alone(run, straight):
-    """One process with one device resumes the run of several; the sums of its steps are in another order."""
+def resume_alone(run, uninterrupted):
+    """One process with one device resumes the run of several; it sums in another order, so numbers are close."""
     together = last_step(run.directory)
-    assert metrics(run.directory) == straight[:together]
+    assert metrics(run.directory) == uninterrupted[:together]
     Processes(run.directory.parent, run.directory.name, 1, 1).end(0)
     found = metrics(run.directory)
     assert len(found) == STEPS > together
-    for one, several in zip(found, straight, strict=True):
+    for one, several in zip(found, uninterrupted, strict=True):
         assert one == pytest.approx(several, rel=1e-5)
 
 
-def test_two_processes_killed_again_and_again_repeat_the_undisturbed_run_bit_for_bit(folder, straight):
-    """The last resumption is asked to stop in its turn, and a single process resumes then."""
+def test_two_processes_killed_again_and_again_repeat_the_uninterrupted_run_bit_for_bit(folder, uninterrupted):
+    """Then a signal stops them, and a single process resumes the run."""
     draw = random.Random(5)
-    for way in (kill_all_in_a_save, kill_one(1), kill_one(0)):
+    for kill in (kill_all_in_a_save, kill_one(1), kill_one(0)):
         run = Processes(folder, "killed", 2, 2)
-        way(run, draw)
+        kill(run, draw)
     damaged = damage_the_newest(run.directory)
-    told = verify(run)
-    assert told[0].startswith(f"step {damaged}: ")
-    assert "parameters" in told[0]
-    assert told[1].endswith(": whole")
+    lines = verify(run)
+    assert lines[0].startswith(f"step {damaged}: ")
+    assert "parameters" in lines[0]
+    assert lines[1].endswith(": whole")
     run = Processes(folder, "killed", 2, 2)
     ask(1)(run, draw)
     assert f"the checkpoint of step {damaged} in {run.directory / 'checkpoints'} is damaged" in run.printed(0)
     assert "is damaged" not in run.printed(1)
     assert f"{damaged}.damaged" in checkpoints(run.directory)
     lost = lose_bytes(run.directory)
-    resume_alone(run, straight)
+    resume_alone(run, uninterrupted)
     assert f"{lost}.damaged" in checkpoints(run.directory)
 
 
 @pytest.mark.wide
-def test_four_processes_of_which_one_is_asked_to_stop_resume_in_a_single_one(folder, straight):
+def test_four_processes_of_which_one_is_asked_to_stop_resume_as_a_single_process(folder, uninterrupted):
     run = Processes(folder, "asked", 4, 1)
     ask(1)(run, random.Random(7))
-    resume_alone(run, straight)
+    resume_alone(run, uninterrupted)
 
 
 @pytest.mark.wide
-def test_two_processes_resume_to_the_end(folder, straight):
+def test_two_processes_resume_to_the_end(folder, uninterrupted):
     run = Processes(folder, "again", 2, 2)
     kill_one(0)(run, random.Random(9))
     run = Processes(folder, "again", 2, 2)
     run.end(0, 0)
-    assert metrics(run.directory) == straight
+    assert metrics(run.directory) == uninterrupted
 
 
 @pytest.mark.wide
 def test_a_process_that_vanishes_is_noticed(folder):
-    """One that answers nothing and closes nothing, as a host without power: by jax's heartbeats, within 100 seconds."""
+    """Like a host without power, it closes no connection; jax notices that its heartbeats have stopped."""
     run = Processes(folder, "vanished", 2, 1, "train.steps=100000")
     run.wait_until(lambda: last_step(run.directory) >= 4)
     run.send(signal.SIGSTOP, 1)
@@ -213,8 +213,8 @@ def test_a_process_that_vanishes_is_noticed(folder):
 
 
 @pytest.mark.wide
-def test_two_processes_measure_a_run_as_one_does(folder, straight):
-    """The first one alone writes and tells."""
+def test_two_processes_measure_a_run_as_one_does(folder, uninterrupted):
+    """Only the first process writes and prints."""
     measured = ["evaluate.lengths=[16, 128]", "evaluate.tokens=512", "evaluate.batch_tokens=256"]
     results, found = folder / "straight" / "evaluation.jsonl", []
     for count, devices in ((2, 2), (1, 1)):
@@ -232,8 +232,8 @@ def local_steps(disks: Path, index: int) -> set[int]:
     return {int(place.name) for place in disks.glob(f"{index}/*/{index}-of-2/*") if place.name.isdigit()}
 
 
-def test_two_processes_resume_from_what_both_have_on_disks_of_their_own(folder, straight, tmp_path):
-    """Nothing was saved where both see it; without the log of before, the run tells where it goes on."""
+def test_two_processes_resume_from_the_newest_step_on_both_local_disks(folder, uninterrupted, tmp_path):
+    """There is no shared checkpoint. The old log is deleted, so the new log shows where the run resumes."""
     disks = {index: [f"train.local_folder={tmp_path}/{index}"] for index in range(2)}
     often = ("train.local_every=1", "train.checkpoint_every=100")
     run = Processes(folder, "local", 2, 2, *often, own=disks)
@@ -245,22 +245,22 @@ def test_two_processes_resume_from_what_both_have_on_disks_of_their_own(folder, 
     (run.directory / "metrics.jsonl").unlink()
     Processes(folder, "local", 2, 2, *often, own=disks).end(0, 0)
     assert newest >= 6
-    assert metrics(run.directory) == straight[newest:]
+    assert metrics(run.directory) == uninterrupted[newest:]
     assert not list(tmp_path.rglob("state.npz"))
 
 
 def test_a_mistake_on_one_host_ends_all_of_them(folder):
     run = Processes(folder, "apart", 2, 1, own={1: [f"data.paths=['{folder}/text/[0-4].txt']"]})
     run.end(None, None)
-    told = run.errors(0) + run.errors(1)
-    assert len(told) == 2
-    assert any("of 2: process 1 has another config than process 0: data.paths was" in line for line in told)
+    errors = run.errors(0) + run.errors(1)
+    assert len(errors) == 2
+    assert any("of 2: process 1 has another config than process 0: data.paths was" in line for line in errors)
     assert checkpoints(run.directory) == set()
 
 
 @pytest.fixture
 def store(monkeypatch, folder):
-    """The store that the processes take for Google's, with the texts of the folder."""
+    """A local server in place of Google's store, with the texts of the folder."""
     pytest.importorskip("gcsfs")
     with serving() as (store, address):
         for name, value in of_the_store(address).items():
@@ -271,7 +271,7 @@ def store(monkeypatch, folder):
 
 
 def start(folder, tmp_path):
-    """Two processes that share the store alone: each has its own compiled programs."""
+    """Two processes that share only the store: each has its own compiled programs."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
     data = config["data"] | {"paths": ["gs://bucket/text/*.txt"], "cache": "gs://bucket/tokens"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"output": "gs://bucket/runs", "data": data}))
@@ -287,14 +287,14 @@ def losses(store):
 
 
 @pytest.mark.wide
-def test_a_run_of_processes_that_share_no_disk_goes_on_after_one_is_killed(folder, straight, tmp_path, store):
-    """And repeats, bit for bit, the run of processes that share one."""
+def test_a_run_of_processes_that_share_no_disk_resumes_after_one_is_killed(folder, uninterrupted, tmp_path, store):
+    """It repeats, bit for bit, the run of processes that share a disk."""
     killed = start(folder, tmp_path)
     killed.wait_until(lambda: len(losses(store)) >= 6)
     killed.send(signal.SIGKILL, 1)
     killed.end(None, -9)
     assert 6 <= len(losses(store)) < STEPS
     start(folder, tmp_path).end(0, 0)
-    assert losses(store) == [line["loss"] for line in straight]
+    assert losses(store) == [line["loss"] for line in uninterrupted]
     assert {name.split("/")[0] for name in store.names("bucket")} == {"runs", "text", "tokens"}
     assert not list(tmp_path.rglob("checkpoints"))

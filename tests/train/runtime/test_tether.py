@@ -1,4 +1,4 @@
-"""The line between processes: what ends a run, and what does not."""
+"""The connections between processes: what ends a run, and what does not."""
 
 import json
 import socket
@@ -18,19 +18,21 @@ def say_goodbye(end):
 
 
 def die(end):
-    """As the system does for a process that ends."""
+    """As the operating system does for a process that ends."""
     end.close()
 
 
 def be_cut_off(end):
-    """As a network does that drops a connection: it is reset."""
+    """As a network that drops a connection: it is reset."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     end.close()
 
 
-@pytest.mark.parametrize(("happens", "told"), [(say_goodbye, []), (die, [("lost", 3)]), (be_cut_off, [("broken", 3)])])
+@pytest.mark.parametrize(
+    ("happens", "reported"), [(say_goodbye, []), (die, [("lost", 3)]), (be_cut_off, [("broken", 3)])]
+)
 @pytest.mark.parametrize("is_done", [False, True])
-def test_a_process_is_lost_when_its_connection_is_closed_and_not_when_it_breaks(happens, told, is_done):
+def test_a_process_is_lost_when_its_connection_is_closed_and_not_when_it_breaks(happens, reported, is_done):
     found, done = [], threading.Event()
     with socket.create_server(("localhost", 0)) as server:
         theirs = socket.create_connection(server.getsockname())
@@ -44,7 +46,7 @@ def test_a_process_is_lost_when_its_connection_is_closed_and_not_when_it_breaks(
         happens(theirs)
         watching.join(timeout=10)
         assert not watching.is_alive()
-    assert found == ([] if is_done else told)
+    assert found == ([] if is_done else reported)
 
 
 def test_a_card_may_come_in_pieces():
@@ -58,7 +60,7 @@ def test_a_card_may_come_in_pieces():
         assert number == 5
 
 
-def test_who_does_not_come_in_time_is_not_waited_for(monkeypatch):
+def test_a_process_that_is_too_late_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(tether, "_PATIENCE", 0.3)
     with _listen() as server, _connect(["localhost"], server.getsockname()[1], SECRET, 2):
         ends = _accept(server, SECRET, 2)
@@ -67,17 +69,17 @@ def test_who_does_not_come_in_time_is_not_waited_for(monkeypatch):
 
 
 def test_all_agree_on_who_is_apart(monkeypatch):
-    """Of three processes the second never says who it is, though it is connected; none takes another for lost."""
+    """Of three processes, the second connects but never sends its card; no process reports another as lost."""
     monkeypatch.setattr(tether, "_PATIENCE", 0.5)
     monkeypatch.setattr(tether.socket.socket, "sendall", _unless_it_is_a_card_of(1, socket.socket.sendall))
-    meet, said, found, lost = threading.Barrier(3), {}, {}, []
+    barrier, texts, found, lost = threading.Barrier(3), {}, {}, []
 
     def agreeing(index):
         def gather(text):
-            said[index] = text
-            meet.wait(10)
-            answers = [said[each] for each in range(3)]
-            meet.wait(10)
+            texts[index] = text
+            barrier.wait(10)
+            answers = [texts[each] for each in range(3)]
+            barrier.wait(10)
             return answers
 
         def decide(function):
@@ -88,7 +90,7 @@ def test_all_agree_on_who_is_apart(monkeypatch):
     def take_part(index):
         with tied(index, ["localhost"], lost.append, lost.append, *agreeing(index)) as apart:
             found[index] = apart
-            meet.wait(10)
+            barrier.wait(10)
 
     threads = [threading.Thread(target=take_part, args=(index,)) for index in range(3)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""The bench: libraries compute the same thing, measurements are real, problems are told."""
+"""The bench: libraries compute the same results, measurements are real, and problems are reported."""
 
 import io
 import json
@@ -42,7 +42,7 @@ def test_a_measurement_is_a_process_with_its_own_time_and_peak():
     assert found.peak_bytes > 50 * 2**20
 
 
-def test_what_cannot_run_says_why(monkeypatch):
+def test_an_implementation_that_cannot_run_says_why(monkeypatch):
     backward = Shape(64, 2, 8, "float32", BACKWARD)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refuses("torch flex", SMALL) == "torch is not installed"
@@ -52,7 +52,7 @@ def test_what_cannot_run_says_why(monkeypatch):
     assert refuses("posjax", backward) is None
 
 
-def test_a_measurement_that_takes_too_long_is_told():
+def test_a_measurement_that_takes_too_long_is_reported():
     assert measure("posjax", SMALL, repeats=1, timeout=0.01).problem == "longer than 0.01 s"
 
 

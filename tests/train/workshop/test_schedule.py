@@ -1,4 +1,4 @@
-"""Static schedules: listings are read, runs are matched to parts, floors and sums are right, problems are told."""
+"""Static schedules: listings are read, runs are matched to parts, floors and sums are right, errors are reported."""
 
 import importlib.util
 import io
@@ -71,7 +71,7 @@ V5E = CHIPS["v5e"]
 
 
 def dump(directory, text=LISTING, name="posjax_forward.1"):
-    """What the compiler writes of one kernel: the scheduled listing has an empty bundle more behind every matmul."""
+    """Writes the compiler's files of one kernel; its scheduled listing has an extra empty bundle after each matmul."""
     lines = text[text.index("     0   :") :].splitlines()
     bundles = [line for line in lines if ":" in line.split("{")[0]]
     uses = "".join(f"{int('vmatmul' in line)} 0 {int('vst' in line)}\n" for line in bundles)
@@ -103,7 +103,7 @@ def test_a_listing_becomes_loops_and_branches():
     ]
 
 
-def test_one_loop_may_follow_another_at_once():
+def test_one_loop_may_directly_follow_another():
     second = """  0x15 LB: >> { %v6 = vst %v5 } /* Start region 30 */
    0xff  : >> { %12 = sbr.rel (!%p9) target = $region30 }
    0xff  : > { %v6 = vst %v5 }
@@ -195,7 +195,7 @@ def test_cores_share_a_grid(tmp_path):
         cost(kernel, launch, V5E)
 
 
-def test_conditionals_may_be_left_to_what_surrounds_them(tmp_path):
+def test_conditionals_that_are_not_stated_count_with_what_surrounds_them(tmp_path):
     (kernel,) = dump(tmp_path)
     launch = Launch("forward", 4, LAUNCH.runs[1:], AREA, NEEDED, 0)
     assert list(match_runs(kernel, launch)) == [5, 6]
@@ -235,7 +235,7 @@ def test_a_conditional_whose_parts_never_run_does_not_run(tmp_path):
         ),
     ],
 )
-def test_a_structure_that_was_not_expected_is_told(tmp_path, runs, message):
+def test_an_unexpected_structure_is_refused(tmp_path, runs, message):
     (kernel,) = dump(tmp_path)
     with pytest.raises(ValueError, match=message):
         match_runs(kernel, Launch("forward", 4, tuple(runs), 1, 1, 0))
@@ -280,24 +280,24 @@ def test_peaks_and_bandwidths_are_the_published_ones():
     assert CHIPS["v5p"].bytes_per_cycle == 790
 
 
-def test_unknown_chips_are_named_among_the_known(capsys):
+def test_the_error_for_an_unknown_chip_lists_the_known_ones(capsys):
     with pytest.raises(ValueError, match=re.escape("chip: unknown value 'v9' (known: 7x, v4, v5e, v5p, v6e)")):
         compile_for("v9", "nowhere:nothing")
     assert cli.main(["bench", "configs/bench.yaml", "--schedule", "v5e,v5"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: --schedule: unknown value 'v5'; did you mean 'v5")
-    assert "(known: 7x, v4, v5e, v5p, v6e)" in told
+    error = capsys.readouterr().err
+    assert error.startswith("error: --schedule: unknown value 'v5'; did you mean 'v5")
+    assert "(known: 7x, v4, v5e, v5p, v6e)" in error
 
 
-def test_a_missing_compiler_is_one_line(capsys, monkeypatch):
+def test_a_missing_compiler_is_a_one_line_error(capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else find(name, *rest)
     )
     assert cli.main(["bench", "configs/bench.yaml", "--schedule", "v5e"]) == 2
-    told = capsys.readouterr().err
-    assert "pip install libtpu" in told
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "pip install libtpu" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(("q", "kv"), [(4, 4), (2, 8), (8, 2), (4, 16)])
@@ -309,7 +309,7 @@ def test_causal_tiles_are_counted(q, kv):
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULED if not name.startswith("posjax")])
-def test_what_implementations_state_of_themselves_is_consistent(name):
+def test_what_implementations_state_about_themselves_is_consistent(name):
     products = {"forward": 2, "fused backward": 5, "two-kernel backward": 7}[name.partition(", ")[2]]
     for blocks in SCHEDULED[name].sweep:
         launches = SCHEDULED[name].program(SHAPE, blocks, "v5e").launches
@@ -324,7 +324,7 @@ def test_what_implementations_state_of_themselves_is_consistent(name):
 
 
 @pytest.mark.parametrize("name", posjax_kernels.OWN_KERNELS)
-def test_what_is_stated_of_our_own_kernels_is_consistent(name):
+def test_what_is_stated_about_our_own_kernels_is_consistent(name):
     implementation, blocks = posjax_kernels.OWN_KERNELS[name], {"q": 512, "kv": 1024, "part": 256}
     (launch,) = implementation.program(SHAPE, blocks, "v6e").launches
     area, work = _area_and_work(launch)
@@ -339,7 +339,7 @@ def test_what_is_stated_of_our_own_kernels_is_consistent(name):
     assert (area < causal) == ("segments" in name)
     # Tiles with near and remapped pairs are scored twice.
     twice = ("ReRoPE" in name) * 128 * 512 * 1024 * sum(run.times for run in tiles if "near and remapped" in run.name)
-    # Beside them the lengths of all queries, in eight rows for each pair of features.
+    # In addition, the lengths of all queries, in eight rows for each pair of features.
     bounded = any("lengths" in run.name for run in launch.runs)
     assert work == products * 128 * area + twice + bounded * (1 + ("ReRoPE" in name)) * 2 * 4096 * 128 * 8
     assert launch.needed < area
@@ -485,7 +485,7 @@ def test_a_real_kernel_costs_what_its_bundles_say():
     (tile,) = launch.hot
     assert tile.times == 10
     assert tile.floor == launch.floor == 1024
-    # 1167 bundles and 1337 cycles by libtpu 0.0.42; another one may schedule otherwise, but hardly by a fifth.
+    # libtpu 0.0.42 gives 1167 bundles and 1337 cycles. Other versions may differ, but hardly by a fifth.
     assert 950 < tile.bundles < 1400
     assert tile.bundles < tile.cycles
     assert launch.bundles > tile.bundles
@@ -493,7 +493,7 @@ def test_a_real_kernel_costs_what_its_bundles_say():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-def test_a_factory_that_fails_is_told_with_its_own_error(tmp_path):
+def test_a_factory_that_fails_is_reported_with_its_own_error(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def factory():\n    raise RuntimeError('not\\nyet')\n")
     with pytest.raises(DoesNotCompile, match=r"^RuntimeError: not yet$") as caught:
@@ -521,9 +521,9 @@ def test_what_tiles_cost_is_written_as_a_module(tmp_path, monkeypatch, capsys):
     assert found["FORWARD"]["7x"] == found["FORWARD"]["v4"] == fitting
     assert found["BACKWARD"]["v4"] == dict.fromkeys(costs.BACKWARD_SIZES, (19, 13, 7))
     assert found["FORWARD"]["v5e"] == FORWARD["v5e"]
-    told = capsys.readouterr().out
-    assert "7x: posjax with a bound, forward: (1024, 4096, 512) does not fit into fast memory" in told
-    assert "v4: posjax, forward: (512, 512, 512) (19, 13, 7)" in told
+    output = capsys.readouterr().out
+    assert "7x: posjax with a bound, forward: (1024, 4096, 512) does not fit into fast memory" in output
+    assert "v4: posjax, forward: (512, 512, 512) (19, 13, 7)" in output
     monkeypatch.setattr(costs, "schedule_of", lambda *_: (_ for _ in ()).throw(DoesNotCompile("a bug")))
     with pytest.raises(DoesNotCompile, match="a bug"):
         costs.write_costs(ScheduleConfig(), "v4", file)
