@@ -230,7 +230,7 @@ def test_a_new_extension_runs_only_what_it_concerns(values, started):
 def test_a_new_length_measures_every_model_again(values, started):
     compare(parse(values), silent())
     trained = list(started)
-    values["evaluate"]["lengths"] = [*values["evaluate"]["lengths"], 256]
+    values["evaluate"]["lengths"] = [*LENGTHS, 64]
     compare(parse(values), silent())
     assert started[4:] == trained
 
