@@ -45,7 +45,7 @@ def operands(
 ) -> Operands:
     """The checked operands of ``attention``, whose queries are not scaled yet.
 
-    Shapes and ``positions``, those of queries and keys, have been checked already, and the bias is bound.
+    The caller has checked the shapes and ``positions`` (of the queries and of the keys), and has bound the bias.
     """
     if bias is not None:
         bias.check(q.shape[0], q.shape[1], k.shape[1])
@@ -106,15 +106,15 @@ def _check_remap(remap: tuple[Branch, ...], decay, q, k) -> None:
 def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) -> None:
     """Raises ValueError if queries and keys differ in number, positions matter, and ``q_positions`` is not given.
 
-    The queries may be the last tokens (a cache) or the first; that cannot be known.
+    The queries may be the last tokens (with a cache) or the first ones, and nothing in the call tells which.
     """
     queries, keys = q.shape[1], k.shape[1]
     fewer = queries < keys
-    where, start = ("are the last of all tokens", f"{keys} - {queries}") if fewer else ("start at 0", "0")
+    which_tokens, start = ("are the last of all tokens", f"{keys} - {queries}") if fewer else ("start at 0", "0")
     check(
         q_positions is not None or queries == keys or not reads_positions,
         f"q_positions must be given for {queries} queries and {keys} keys if positions matter; for queries that "
-        f"{where} write q_positions=Range({start}, {queries}), with posjax.positions.Range",
+        f"{which_tokens} write q_positions=Range({start}, {queries}), with posjax.positions.Range",
     )
 
 
@@ -130,7 +130,7 @@ def needs_ranges(x: Operands) -> bool:
 
 
 def grouped_scale(scale, q, kv_heads: int):
-    """A number, or factors that broadcast against grouped queries."""
+    """The scale as a number, or as an array of factors that broadcasts against grouped queries."""
     if scale is None or is_number(scale):
         return q.shape[-1] ** -0.5 if scale is None else float(scale)
     scale = widened_leaves(scale)
@@ -149,13 +149,13 @@ def bind_bias(bias, heads: int) -> Bias | None:
     if isinstance(bias, jax.Array | np.ndarray):
         bias = array_bias(bias)
     if not isinstance(bias, Bias):
-        spec, found = hasattr(bias, "bind") and not isinstance(bias, type), type(bias).__name__
+        is_spec, found = hasattr(bias, "bind") and not isinstance(bias, type), type(bias).__name__
         found = f"{shown(bias)}: write {bias.__name__}(...)" if isinstance(bias, type) else found
-        check(spec, f"bias must be a posjax bias, the spec of one, or an array, found {found}")
-        made = bias.bind(num_heads=heads)
-        found = type(made).__name__
-        check(isinstance(made, Bias), f"bias: {type(bias).__name__}.bind must return a Bias, found {found}")
-        return made
+        check(is_spec, f"bias must be a posjax bias, the spec of one, or an array, found {found}")
+        bound = bias.bind(num_heads=heads)
+        found = type(bound).__name__
+        check(isinstance(bound, Bias), f"bias: {type(bias).__name__}.bind must return a Bias, found {found}")
+        return bound
     if not isinstance(bias, ContextualBias):
         found = heads_of(bias)
         fits = found in (None, heads)
@@ -164,7 +164,7 @@ def bind_bias(bias, heads: int) -> Bias | None:
 
 
 def run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tuple:
-    """Output and log-sum-exp; the latter may be None if it is not wanted.
+    """Output and log-sum-exp; the log-sum-exp may be None if it is not wanted.
 
     Args:
         implementation: as in ``attention``.
@@ -189,9 +189,9 @@ def run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tuple
 
 
 def parts_by(implementation: str | None, x: Operands) -> Backends:
-    """The backends of calls like ``x`` whose keys are part of a sequence.
+    """The backends for calls like ``x`` over part of the keys of a sequence.
 
-    Raises ValueError for a backend that does not give their log-sum-exp.
+    Raises ValueError for a backend that does not support such calls, which need the log-sum-exp.
     """
     if implementation is None and not _is_small(x):
         return Backends(BACKENDS["blockwise"], () if _tpu_refusal(x) else (("tpu", TPU()),))
@@ -206,7 +206,10 @@ def parts_by(implementation: str | None, x: Operands) -> Backends:
 
 
 def _is_small(x: Operands) -> bool:
-    """Whether all logits fit one tile of ``blockwise``: ``dense`` needs no more memory. False for a symbolic batch."""
+    """Whether all logits fit in one tile of ``blockwise``, so that ``dense`` needs no more memory.
+
+    False for more than ``_LONGEST_DENSE`` pairs of a head, and for a symbolic batch.
+    """
     batch, kv_heads, group, queries, _ = x.q.shape
     pairs = queries * x.k.shape[2]
     known = isinstance(batch, int)
@@ -235,12 +238,12 @@ def _run_on_tpu(x: Operands, scale) -> tuple:
     backends = parts_by("tpu", x)
     x, scale = vary_alike((x, scale))
     try:
-        # An interpreted kernel has side effects, which must be known when tracing: it runs directly.
+        # An interpreted kernel has side effects. JAX must know them when it traces, so the kernel is traced here.
         if jax.make_jaxpr(lambda: TPU().forward(x, scale))().effects:
             return attend_here(TPU(), x, scale)
         return attend(backends, x, scale)
     except (ValueError, NotImplementedError) as error:
-        # When tracing, the platform is not known yet; jax raises when the program is lowered.
+        # When tracing, the platform is not known yet; without a TPU, jax raises later, when it lowers the program.
         if isinstance(x.q, jax.core.Tracer) or jax.default_backend() == "tpu":
             raise
         raise ValueError("implementation='tpu': found no TPU; use 'blockwise', or None to choose") from error
@@ -264,7 +267,7 @@ def _tpu_refusal(x: Operands) -> str | None:
 
 
 def _warn_of_mesh(x: Operands, why: str | None) -> None:
-    """Warns, on a mesh of TPUs, if the kernel is not used only because no partition was given."""
+    """Warns, on a mesh of TPUs, if the missing partition is the only reason why the kernel is not used."""
     device = mesh_of_types(x.q, x.k, x.v).abstract_device
     split = split_by_compiler(x.q, x.k, x.v)
     if device is not None and device.platform == "tpu" and split and entry.refusal(x) is None:

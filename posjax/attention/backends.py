@@ -42,7 +42,7 @@ class Backend:
         return self.compute(scaled(x, scale))
 
     def merge(self, x: Operands, scale: Any, so_far: tuple) -> tuple[Array, Array]:
-        """Output and log-sum-exp of the keys so far and of these keys, in the dtype of the statistics."""
+        """Output and log-sum-exp over the keys so far and the keys of ``x``, in the dtype of the statistics."""
         return merged(so_far, self.forward(x, scale))
 
     def per_query_of(self, rows: tuple, cotangents: tuple) -> PerQuery:
@@ -50,12 +50,12 @@ class Backend:
         return per_query_of(rows, cotangents)
 
     def backward(self, x: Operands, scale: Any, per_query: PerQuery, *, of_bias: bool) -> tuple[Operands, Any]:
-        """Cotangents of operands and scale; that of the bias may be 0 if it is not wanted."""
+        """Cotangents of operands and scale; without ``of_bias`` the cotangent of the bias may be 0."""
         prepared, transpose = jax.vjp(scaled, x, scale)
         return transpose(self.gradients(prepared, per_query))
 
     def add(self, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
-        """Sums of cotangents so far, plus those of these keys; None stays None, as for positions.
+        """The sums of cotangents so far plus the cotangents from the keys of ``x``; None, as for positions, stays None.
 
         The cotangents of queries are those of scaled queries.
         """
@@ -109,7 +109,7 @@ class TPU:
         return dataclasses.replace(_sum(so_far, found), q=q, k=k, v=v)
 
     def _ready(self, x: Operands, scale) -> tuple[Operands, entry.Options]:
-        """The input of the kernels: queries and the factor for them, or queries already multiplied by an array."""
+        """The input of the kernels: unscaled queries and the number that scales them, or queries scaled by an array."""
         if is_number(scale):
             return x, dataclasses.replace(self.options, factor=scale * entry.LOG2E)
         return _scaled_in_base_2(x, scale), self.options

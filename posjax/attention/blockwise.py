@@ -51,8 +51,8 @@ _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
 def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
     """The same function as ``dense`` in memory linear in the length.
 
-    If masks or positions differ between the rows of a batch, a tile is visited if any row needs it. Therefore long rows
-    are computed a few at a time, and the longest ones one at a time.
+    Batch rows that are computed together visit the same tiles: every tile that any of these rows needs. Therefore, if
+    masks or positions differ between rows, long rows are computed a few at a time, and the longest ones one at a time.
 
     Args:
         x: the operands.
@@ -72,16 +72,16 @@ def blockwise_gradients(x: Operands, per_query: PerQuery, blocks: Blocks | None 
         return _gradients_of_one_plan(x, per_query, blocks)
     zeros, rebuild = _inexact_leaves(jax.tree.map(no_gradient, x))
     named = zip(jax.tree.leaves(x), names_of(x), strict=True)
-    names = [own for leaf, own in named if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    axes = [own.index("batch") if "batch" in own else None for own in names]
+    names = [axis_names for leaf, axis_names in named if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    axes = [axis_names.index("batch") if "batch" in axis_names else None for axis_names in names]
     axes = [axis if axis is not None and a.shape[axis] == rows else None for a, axis in zip(zeros, axes, strict=True)]
 
-    def some(found, start):
-        own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), per_query)
-        more = _inexact_leaves(_gradients_of_one_plan(narrowed(x, batch=(start, size)), own, blocks))[0]
+    def add_rows(found, start):
+        part_per_query = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), per_query)
+        more = _inexact_leaves(_gradients_of_one_plan(narrowed(x, batch=(start, size)), part_per_query, blocks))[0]
         return [_put(a, b, start, axis) for a, b, axis in zip(found, more, axes, strict=True)], None
 
-    return rebuild(jax.lax.scan(some, zeros, jnp.arange(0, rows, size))[0])
+    return rebuild(jax.lax.scan(add_rows, zeros, jnp.arange(0, rows, size))[0])
 
 
 def _put(whole, part, start, axis: int | None):
@@ -91,8 +91,8 @@ def _put(whole, part, start, axis: int | None):
 
 def _differ(x: Operands) -> bool:
     """Whether masks or positions differ between the rows of the batch."""
-    several = any(size != 1 for size in sizes_of(x.masks, "batch"))
-    return several or any(not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions))
+    masks_differ = any(size != 1 for size in sizes_of(x.masks, "batch"))
+    return masks_differ or any(not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions))
 
 
 def _rows_of_a_plan(x: Operands) -> int:
@@ -185,7 +185,7 @@ def _decayed(tile: Operands) -> tuple[Operands, tuple]:
 
 
 def _pair_masks(tile: Operands, kind: Kind) -> list:
-    """For each pair of features of the kind, the mask of the scores that it computes; None for all."""
+    """For each pair of features of the kind, the mask of the scores that the pair computes; None for all scores."""
     if len(kind.pairs) == 1:
         return [None]
     remap = [
@@ -253,7 +253,7 @@ class _TileGradients(NamedTuple):
 def _backward_tile(
     x: Operands, blocks: Blocks, per_query: PerQuery, j, kind: Kind, i, found: _TileGradients
 ) -> _TileGradients:
-    """Adds the contribution of the tile of query block ``i`` and key block ``j`` to every gradient."""
+    """The gradients ``found`` plus the contribution of the tile of query block ``i`` and key block ``j``."""
     dtype = statistics_dtype(x.q)
     part, factors = _decayed(_tile(x, blocks, i, j))
     rows = PerQuery(*(_slice(a, i, blocks.q, 3) for a in per_query))
@@ -264,9 +264,9 @@ def _backward_tile(
     d_logits = weights * (scores(rows.d_out, part.v) - rows.correction[..., None])
     d_scores, d_learned = transpose(d_logits)
     d_q, d_k = list(found.q), list(found.k)
-    for n, own in zip(kind.pairs, masks, strict=True):
+    for n, mask in zip(kind.pairs, masks, strict=True):
         q, k = part.pairs[n]
-        d = d_scores if own is None else jnp.where(own, d_scores, 0)
+        d = d_scores if mask is None else jnp.where(mask, d_scores, 0)
         more_q, more_k = mix(d, k, dtype), mix_transposed(q, d, dtype)
         if x.decay is not None:
             more_q, more_k = decayed(more_q, factors[0]), decayed(more_k, jnp.swapaxes(factors[1], -1, -2))
@@ -301,7 +301,7 @@ def _gradients(blocks: Blocks, x: Operands, per_query: PerQuery) -> Operands:
 
 
 def _inexact_leaves(tree):
-    """The differentiable leaves of a tree, and the function that replaces them."""
+    """The differentiable leaves of a tree, and a function that rebuilds the tree with other leaves in their place."""
     leaves, structure = jax.tree.flatten(tree)
     which = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
@@ -318,7 +318,10 @@ def _learned(x: Operands) -> tuple:
 
 
 def _transpose(part: Operands, tile_scores):
-    """Logits of a tile with bias and soft cap, and their transpose, to gradients of scores and ``_learned``."""
+    """Logits of a tile with bias and soft cap, and the function from their gradients to those of the inputs.
+
+    The inputs are the scores and ``_learned``.
+    """
     if part.bias is None and part.softcap is None:
         return tile_scores, lambda d_logits: (d_logits, [])
     leaves, rebuild = _inexact_leaves(_learned(part))
@@ -332,12 +335,14 @@ def _transpose(part: Operands, tile_scores):
 
 
 def _add_learned(x: Operands, blocks: Blocks, i, j, found: list, more: list) -> list:
-    """The gradients of ``_learned`` with those of a tile added, at the indices of the tile."""
+    """The gradients of ``_learned`` plus those of a tile, which are added at the indices of the tile."""
     first = {"queries": i * blocks.q, "keys": j * blocks.k}
     learned = _learned(x)
     named = zip(jax.tree.leaves(learned), names_of(learned), strict=True)
-    names = [own for leaf, own in named if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return [_added(*pair, [first.get(name, 0) for name in own]) for *pair, own in zip(found, more, names, strict=True)]
+    names = [axes for leaf, axes in named if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return [
+        _added(*pair, [first.get(name, 0) for name in axes]) for *pair, axes in zip(found, more, names, strict=True)
+    ]
 
 
 def _added(whole, part, first: list):

@@ -73,8 +73,8 @@ class Cache:
         )
         at = jnp.arange(k.shape[0])[:, None], self.slot(index, valid)
 
-        def put(kept, new):
-            return kept.at[at].set(new.astype(kept.dtype), mode="drop")
+        def put(old, new):
+            return old.at[at].set(new.astype(old.dtype), mode="drop")
 
         kept_gates, total = self.gates, self.total
         if gates is not None:
@@ -95,8 +95,8 @@ def ring(kept_keys: tuple[int, int] | None, capacity: int, chunk: int) -> tuple[
     """``Cache.first`` and the number of slots, for rows of up to ``capacity`` tokens.
 
     Args:
-        kept_keys: ``(first, recent)``: the only tokens that a query can see; None if it can see all. Then a ring of
-            ``recent + chunk - 1`` slots follows the ``first``, enough for the first query of a chunk.
+        kept_keys: ``(first, recent)``, the only tokens that a query can see; None if it can see all. With a pair, a
+            ring of ``recent + chunk - 1`` slots follows the ``first``, enough for the first query of a chunk.
         capacity: the most tokens of a row.
         chunk: the most tokens that are written at once.
     """

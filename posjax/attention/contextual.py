@@ -107,8 +107,8 @@ def _check(x: Operands, q: Array) -> None:
     check(isinstance(x.bias, ContextualBias), f"bias must be a ContextualBias, found {type(x.bias).__name__}")
     found = x.bias.table.shape
     check(found[1] == q.shape[-1], f"table must have the head size of q, {q.shape[-1]}, found shape {found}")
-    one = not x.remap and x.decay is None
-    check(one, "a contextual bias counts along one score: it supports no remapped branches and no decaying features")
+    single = not x.remap and x.decay is None
+    check(single, "a contextual bias counts along one score: it supports no remapped branches and no decaying features")
 
 
 def _allowed(x: Operands, i, j, blocks: tuple[int, int]) -> Bool[Array, "*#b q k"]:

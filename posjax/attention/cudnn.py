@@ -13,7 +13,7 @@ _OLDEST = 8.0
 
 
 def cudnn(x: Operands) -> jax.Array:
-    """``softmax(q k^T where allowed) v``, without log-sum-exp: that of cuDNN has no gradient."""
+    """``softmax(q k^T where allowed) v``, without the log-sum-exp, because cuDNN gives no gradient for it."""
     batch, kv_heads, group, queries, size = x.q.shape
     window = _window(x.mask)
     out = jax.nn.dot_product_attention(
@@ -22,7 +22,7 @@ def cudnn(x: Operands) -> jax.Array:
         jnp.moveaxis(x.v, 1, 2),
         scale=1.0,
         is_causal=x.mask is not None,
-        # Keys on either side of the query's own.
+        # How many keys before and after the query's own key.
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
@@ -49,7 +49,7 @@ def refusal(x: Operands, with_lse: bool) -> str | None:
             f"for cuDNN heads must have one size, a multiple of 8 up to {_LARGEST_HEAD}, found {sizes}",
         ),
         (bool(traced), f"for cuDNN {', '.join(traced)} must be a Python int"),
-        (not _known(x.mask), "cuDNN supports no masks except Causal() and Causal() & Window(n)"),
+        (not _is_supported(x.mask), "cuDNN supports no masks except Causal() and Causal() & Window(n)"),
         (
             x.mask is not None and not _aligned(x),
             "for cuDNN a mask needs equal ranges of positions, known when tracing",
@@ -78,7 +78,7 @@ def _parts(mask: Mask) -> tuple[Mask, ...]:
     return (mask.left, mask.right) if isinstance(mask, And) else (mask,)
 
 
-def _known(mask: Mask | None) -> bool:
+def _is_supported(mask: Mask | None) -> bool:
     kinds = {Causal} if mask is None else set(map(type, _parts(mask)))
     return Causal in kinds and kinds <= {Causal, Window}
 

@@ -46,7 +46,7 @@ def dense(x: Operands) -> tuple:
 def dense_gradients(x: Operands, per_query: PerQuery) -> Operands:
     """Gradients of all operands: ``P = exp(z - L)``, ``dz = P (dO V^T - D)``, ``dV = P^T dO``.
 
-    The keys may be part of a sequence; then so are the gradients.
+    If the keys are only part of a sequence, these are the gradients from this part.
     """
     logits, transpose = jax.vjp(_logits, x)
     weights = jnp.exp(logits - per_query.lse[..., None])
@@ -64,13 +64,13 @@ def _logits(x: Operands):
 
 
 def _scores(x: Operands, q_positions, kv_positions):
-    """Scores of the first pair of features, replaced by those of the branches in their masks."""
+    """Scores of the first pair of features; where the mask of a branch is true, the scores of that branch instead."""
     q, k = x.q, x.k
     if x.decay is not None:
         q_factor, k_factor = decay_factors(x.decay, q_positions, kv_positions)
         q, k = decayed(q, q_factor), decayed(k, k_factor)
     logits = scores(q, k)
     for branch in x.remap:
-        where = group_mask(branch.mask.allowed(q_positions, kv_positions), *q.shape[1:3])
-        logits = jnp.where(where, scores(branch.q, branch.k), logits)
+        remapped = group_mask(branch.mask.allowed(q_positions, kv_positions), *q.shape[1:3])
+        logits = jnp.where(remapped, scores(branch.q, branch.k), logits)
     return logits

@@ -86,8 +86,8 @@ def attention(
             ``1 / sqrt(size)`` when left out.
         sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
         softcap: bound of the logits (Gemma 2), or None; a scalar array, which may be learned.
-        remap: ``posjax.remap.Branch`` or several: other queries and keys for the pairs of their masks (ReRoPE).
-            ``scale`` multiplies their queries too.
+        remap: ``posjax.remap.Branch`` or several: other queries and keys, used for the pairs of tokens in their masks
+            (ReRoPE). ``scale`` multiplies these queries too.
         decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``. It does not
             overflow at any length if no query sees a key ahead of it and no tile spans more than about ``40 / max(a)``
             positions (16,000 in xPos; ``"dense"`` has one tile). The rates get no gradient. Negative rates raise
@@ -139,9 +139,9 @@ def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, remap, **options):
     options |= {"bias": bind_bias(bias, q.shape[2]), "mask": mask, "scale": _with_three_axes(scale)}
     options |= {"masks": tuple(branch.mask for branch in remap)}
 
-    def inside(q, k, v, *pairs, masks, **given):
+    def inside(q, k, v, *pairs, masks, **others):
         branches = zip(pairs[::2], pairs[1::2], masks, strict=True)
-        return context_attention(q, k, v, remap=[Branch(*branch) for branch in branches], **given)
+        return context_attention(q, k, v, remap=[Branch(*branch) for branch in branches], **others)
 
     projected = [q, k, v, *(x for branch in remap for x in (branch.q, branch.k))]
     return over_mesh(split, inside, projected, None, options)

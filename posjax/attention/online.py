@@ -18,7 +18,10 @@ class OnlineSoftmax(NamedTuple):
 
     @staticmethod
     def empty(shape: tuple[int, ...], value_size: int, q: Array) -> "OnlineSoftmax":
-        """No keys yet, for queries ``[batch, kv_heads, group, q] = shape`` like ``q``."""
+        """The state before the first key, for queries ``[batch, kv_heads, group, q] = shape``.
+
+        The dtype and the mesh axes over which the state varies follow from ``q``.
+        """
         dtype = statistics_dtype(q)
         # Below every real logit but finite, so that a tile without an allowed key needs no special case.
         highest = like_zeros(shape, dtype, q, float(jnp.finfo(dtype).min) / 4)

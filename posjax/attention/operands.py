@@ -64,7 +64,7 @@ class Operands(WithAxes):
         decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
         softcap: ``c`` in ``c tanh(logit / c)``, or None: a number, or a scalar array in the dtype of the logits.
         run: the length of a run, a multiple of ``RUN``, if queries and keys are several runs of consecutive tokens from
-            distant parts of the sequence. Then no tile holds tokens of two runs, because most of its pairs might be
+            distant parts of the sequence. Then no tile holds tokens of two runs: most pairs of such a tile might be
             hidden, and numbers relative to its first token might be large.
     """
 
@@ -95,29 +95,29 @@ class Operands(WithAxes):
 
     @property
     def masks(self) -> tuple[Mask | None, ...]:
-        """The mask, and that of every remapped pair."""
+        """The mask, and the mask of every remapped pair."""
         return self.mask, *(pair.mask for pair in self.remap)
 
     def with_slots(self, function: Callable) -> "Operands":
         """The operands with ``function`` applied to the bias and to every mask that is not None."""
 
-        def of(slot):
+        def mapped(slot):
             return None if slot is None else function(slot)
 
-        remap = tuple(dataclasses.replace(pair, mask=of(pair.mask)) for pair in self.remap)
-        return dataclasses.replace(self, bias=of(self.bias), mask=of(self.mask), remap=remap)
+        remap = tuple(dataclasses.replace(pair, mask=mapped(pair.mask)) for pair in self.remap)
+        return dataclasses.replace(self, bias=mapped(self.bias), mask=mapped(self.mask), remap=remap)
 
 
 class PerQuery(NamedTuple):
     """The inputs of a backward pass for each query.
 
     Args:
-        d_out: the gradient of its output.
-        lse: its log-sum-exp; infinity, which makes its weights 0, if it sees nothing. In a kernel, the constant that
-            the bias adds to all of its logits is subtracted.
+        d_out: the gradient of the query's output.
+        lse: the query's log-sum-exp; infinity, which makes its weights 0, if the query sees no key. In a kernel, the
+            constant that the bias adds to all logits of the query is subtracted.
         correction: ``D = sum(dO * O) - dL``, where ``dL`` is the gradient of the log-sum-exp.
-        d_lse: ``dL``, the sum of the gradients of all its logits; 0 if another part of the keys counts it, and None
-            within a kernel.
+        d_lse: ``dL``, the sum of the gradients of all logits of the query; 0 if ``dL`` is counted with another part of
+            the keys, and None within a kernel.
     """
 
     d_out: Any
@@ -136,7 +136,7 @@ def per_query_of(
 ) -> PerQuery:
     """``PerQuery`` from output and log-sum-exp and the cotangents of both.
 
-    A query that sees nothing has a constant output: the cotangent of its log-sum-exp may be NaN and is replaced by 0.
+    A query that sees no key has a constant output: the cotangent of its log-sum-exp may be NaN and is replaced by 0.
 
     Args:
         rows: output and log-sum-exp.
@@ -150,10 +150,10 @@ def per_query_of(
 
 
 def merged(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Output and log-sum-exp over two parts of the keys; a part without visible keys has minus infinity."""
+    """Output and log-sum-exp over two parts of the keys; that of a part without visible keys is minus infinity."""
     lse = jnp.logaddexp(first[1], second[1])
     finite = jnp.where(jnp.isneginf(lse), 0, lse)
-    out = sum(part.astype(lse.dtype) * jnp.exp(own - finite)[..., None] for part, own in (first, second))
+    out = sum(part.astype(lse.dtype) * jnp.exp(part_lse - finite)[..., None] for part, part_lse in (first, second))
     return out, lse
 
 
@@ -170,16 +170,17 @@ def merge_heads(x):
 
 def split_heads(x, heads: tuple[int, ...]):
     """The inverse of ``merge_heads``."""
-    batch, several, tokens, _ = x.shape
-    if several == math.prod(heads):
+    batch, head_axis, tokens, _ = x.shape
+    if head_axis == math.prod(heads):
         return x.reshape(batch, *heads, tokens, -1)
     return jnp.moveaxis(x.reshape(batch, tokens, *heads, -1), 1, -2)
 
 
 def vary_alike(operands):
-    """Makes every array, inside ``shard_map``, vary over all mesh axes that any of them varies over, except numbers.
+    """The operands with every array varying, inside ``shard_map``, over all mesh axes that any of them varies over.
 
-    The transpose of this step sums the gradient of a parameter that is the same on all devices, such as a slope.
+    Numbers stay unchanged. The transpose of this step sums, over the devices, the gradient of a parameter that is the
+    same on all of them, such as a slope.
     """
     axes = frozenset().union(*map(varying, jax.tree.leaves(operands)))
     return jax.tree.map(lambda leaf: leaf if is_number(leaf) else vary(leaf, axes), operands)
@@ -191,7 +192,7 @@ def like_zeros(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) ->
 
 
 def taken_apart(tree: Any) -> tuple[Any, list[bool]]:
-    """The values of a tree given to a rule with symbolic zeros, and for which leaves gradients are wanted."""
+    """The values of the tree that a ``custom_vjp`` rule with symbolic zeros gets, and which gradients are wanted."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
     return structure.unflatten([leaf.value for leaf in leaves]), [leaf.perturbed for leaf in leaves]
 
@@ -249,14 +250,14 @@ def decay_factors(
 ) -> tuple[Float[Array, "*b q size"], Float[Array, "*b k size"]]:
     """Factors of the queries and keys of a tile, in their layouts, whose product is ``exp(-a (i - j))``.
 
-    Both are relative to the tile's last key, so the factors of keys are at most 1. Those of queries exceed 1 only if
-    that key is ahead of them. The bound on their exponent is never reached if the tile has a key behind the query that
-    is less than ``_LARGEST_EXPONENT / max(a)`` positions from its last key (16,000 in xPos).
+    Both are relative to the tile's last key, so the factors of keys are at most 1. The factor of a query exceeds 1 only
+    if the last key is ahead of the query. The bound on its exponent is never reached if the tile has a key behind the
+    query that is less than ``_LARGEST_EXPONENT / max(a)`` positions from the last key (16,000 in xPos).
     """
     q_positions, kv_positions = level(q_positions, kv_positions)
-    centre = kv_positions.max(-1, keepdims=True)
+    last = kv_positions.max(-1, keepdims=True)
     behind, ahead = (
-        difference(centre, positions)[..., None].astype(decay.dtype) for positions in (kv_positions, q_positions)
+        difference(last, positions)[..., None].astype(decay.dtype) for positions in (kv_positions, q_positions)
     )
     decay = decay.reshape((1,) * (behind.ndim - 1) + decay.shape)
     q_factor = jnp.exp(jnp.minimum(ahead * decay, _LARGEST_EXPONENT))

@@ -74,8 +74,8 @@ def _forward_here(static, x, scale):
 
 def _backward_here(static, saved: _SavedHere, cotangents):
     (backend, number), x, scale, rows = static, saved.x, saved.scale, saved.rows
-    given = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
-    per_query = backend.per_query_of(rows, tuple(given))
+    materialized = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
+    per_query = backend.per_query_of(rows, tuple(materialized))
     d_x, d_scale = backend.backward(x, number if scale is None else scale, per_query, of_bias=saved.of_bias)
     return d_x, None if scale is None else d_scale
 
@@ -84,7 +84,7 @@ _here.defvjp(_forward_here, _backward_here, symbolic_zeros=True)
 
 
 def merge(backends: Backends, x: Operands, scale: Any, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Output and log-sum-exp of the keys so far and of these keys, in the dtype of the statistics."""
+    """Output and log-sum-exp over the keys so far and the keys of ``x``, in the dtype of the statistics."""
     form, arrays = Form.of((x, scale, so_far), unique=has_own(x))
     return tuple(run(_OfPart(backends, "merge", form, (-2, -1)), *arrays))
 
@@ -96,7 +96,10 @@ def per_query_of(backends: Backends, rows: tuple, cotangents: tuple) -> PerQuery
 
 
 def add(backends: Backends, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
-    """Sums of cotangents (None if not wanted) plus those of these keys; for queries, those of scaled queries."""
+    """The sums ``so_far`` plus the cotangents from the keys of ``x``; a sum that is not wanted is None.
+
+    The cotangents of queries are those of the scaled queries.
+    """
     form, arrays = Form.of((x, scale, per_query, so_far), unique=has_own(x))
     structure = jax.tree.structure(so_far)
     sums = tuple(range(-structure.num_leaves, 0))
@@ -125,22 +128,23 @@ class _Forward(Lowered):
         which = tuple(tangent is not None for tangent in tangents)
         if not any(which):
             return rows, tuple(map(zero_tangent, rows))
-        moved = [tangent for tangent in tangents if tangent is not None]
-        return rows, run(_Tangents(self, which), *primals, *rows, *moved)
+        nonzero = [tangent for tangent in tangents if tangent is not None]
+        return rows, run(_Tangents(self, which), *primals, *rows, *nonzero)
 
 
 class _Tangents(Derivative):
-    """Tangents of output and log-sum-exp; these two are arguments as well, after those of ``_Forward``.
+    """Tangents of output and log-sum-exp.
 
-    They are for the transpose, which computes the weights ``P = exp(z - lse)`` from them.
+    Output and log-sum-exp are arguments too, after those of ``_Forward``. They are for the transpose, which computes
+    the weights ``P = exp(z - lse)`` from them.
     """
 
     def types(self, *arrays):
         return arrays[len(self.which) : len(self.which) + 2]
 
     def on(self, platform, *arrays):
-        primals, moved = arrays[: len(self.which)], arrays[len(self.which) + 2 :]
-        return super().on(platform, *primals, *moved)
+        primals, nonzero = arrays[: len(self.which)], arrays[len(self.which) + 2 :]
+        return super().on(platform, *primals, *nonzero)
 
     def transposed(self, constants, cotangents):
         return run(_Backward(self.function, self.which), *constants, *cotangents)
@@ -148,13 +152,13 @@ class _Tangents(Derivative):
 
 @dataclass(frozen=True)
 class _Backward(Lowered):
-    """Cotangents of the arrays that ``which`` names, from output, log-sum-exp, and the cotangents of both."""
+    """Cotangents of the arrays that ``which`` selects, from output, log-sum-exp, and the cotangents of both."""
 
     forward: _Forward
     which: tuple[bool, ...]
 
     def types(self, *arrays):
-        return [x for own, x in zip(self.which, arrays, strict=False) if own]
+        return [x for selected, x in zip(self.which, arrays, strict=False) if selected]
 
     def on(self, platform, *arrays):
         primals, rows, cotangents = arrays[:-4], arrays[-4:-2], arrays[-2:]
@@ -164,23 +168,26 @@ class _Backward(Lowered):
         with form.as_set():
             per_query = backend.per_query_of(rows, cotangents)
             found = backend.backward(x, scale, per_query, of_bias=_of_bias(wanted))
-        return [x for own, x in zip(self.which, form.taken(found), strict=True) if own]
+        return [x for selected, x in zip(self.which, form.taken(found), strict=True) if selected]
 
 
 def _of_bias(wanted: Operands) -> bool:
-    """Whether the gradient of some array of the bias is wanted; never for values known when tracing."""
+    """Whether the gradient of some array of the bias is wanted.
+
+    In ``wanted``, values that are known when tracing stand for themselves, so only ``True`` itself counts.
+    """
     return any(leaf is True for leaf in jax.tree.leaves(wanted.bias))
 
 
 @dataclass(frozen=True)
 class _OfPart(Lowered):
-    """What a backend computes for a part of the keys.
+    """The results of a backend's method for a part of the keys.
 
     Args:
-        backends: of the call.
-        method: the name of the backend's method.
-        form: of its arguments.
-        alike: for each result the index of an array of the same type.
+        backends: the backends of the call.
+        method: the name of the method.
+        form: the form of its arguments.
+        alike: for each result, the index of an argument of the same type.
     """
 
     backends: Backends

@@ -28,7 +28,7 @@ def checked(x: Operands) -> Operands:
     """
     slots = [x.bias, *x.masks]
     check_registered(slots)
-    for part in (part for slot in slots for part in _own(slot)):
+    for part in (part for slot in slots for part in _own_parts(slot)):
         _check_axes(part.whole if isinstance(part, OfSomeHeads) else part)
         _check_derived(_kind(part))
         _check_part(part, x)
@@ -41,13 +41,13 @@ def on_device(slot: Any) -> Any:
     A NumPy array cannot be indexed by traced positions.
     """
 
-    def own(node) -> bool:
+    def outside(node) -> bool:
         return isinstance(node, OverPairs) and is_own(node)
 
-    def moved(leaf):
+    def as_jax(leaf):
         return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
-    return jax.tree.map(lambda node: jax.tree.map(moved, node) if own(node) else node, slot, is_leaf=own)
+    return jax.tree.map(lambda node: jax.tree.map(as_jax, node) if outside(node) else node, slot, is_leaf=outside)
 
 
 def heads_of(slot: Bias | Mask) -> int | None:
@@ -63,8 +63,8 @@ def heads_of(slot: Bias | Mask) -> int | None:
         # An axis of size 1 in a bias of the library means one head: it does not broadcast.
         return max(sizes_of(slot, "heads"))
     else:
-        here = jax.ShapeDtypeStruct((1,), jnp.int32)
-        shape = _tile(slot, "allowed" if isinstance(slot, Mask) else "values", (1, 1), here, here).shape
+        position = jax.ShapeDtypeStruct((1,), jnp.int32)
+        shape = _tile(slot, "allowed" if isinstance(slot, Mask) else "values", (1, 1), position, position).shape
         heads = shape[-3] if len(shape) > 2 else 1
     return None if heads == 1 else heads
 
@@ -73,19 +73,19 @@ def _kind(part: Any) -> type:
     return type(part.whole if isinstance(part, OfSomeHeads) else part)
 
 
-def _own(slot: OverPairs | None) -> Iterator[OverPairs]:
+def _own_parts(slot: OverPairs | None) -> Iterator[OverPairs]:
     """The parts of a bias or mask that are from outside the library."""
     if slot is not None and is_own(slot):
         yield slot
         return
     for leaf in jax.tree.leaves(slot, is_leaf=lambda leaf: leaf is not slot and isinstance(leaf, OverPairs)):
         if isinstance(leaf, OverPairs):
-            yield from _own(leaf)
+            yield from _own_parts(leaf)
 
 
 def has_own(x: Operands) -> bool:
     """Whether a bias or mask of a call, or a part of one, was written outside the library."""
-    return any(True for slot in (x.bias, *x.masks) for _ in _own(slot))
+    return any(True for slot in (x.bias, *x.masks) for _ in _own_parts(slot))
 
 
 def _check_axes(part: OverPairs) -> None:
@@ -110,10 +110,10 @@ def _check_derived(kind: type[OverPairs]) -> None:
 
     for changed, derived in _DERIVED_FROM.items():
         if hasattr(kind, changed) and is_own_class(_owner(kind, changed)):
-            kept = [name for name in derived if hasattr(kind, name) and inherited(name)]
+            stale = [name for name in derived if hasattr(kind, name) and inherited(name)]
             check(
-                not kept,
-                f"{kind.__name__} overrides {changed} but inherits {kept}, which describe the old {changed}: override "
+                not stale,
+                f"{kind.__name__} overrides {changed} but inherits {stale}, which describe the old {changed}: override "
                 "them too",
             )
 
@@ -124,7 +124,7 @@ def _owner(kind: type, name: str) -> type:
 
 
 def _check_part(part: OverPairs, x: Operands) -> None:
-    """Tries a tile, and that of one batch row if the rows differ."""
+    """Tries a tile of the call, and a tile of its first batch row if the rows differ."""
     if isinstance(part, ContextualBias):
         return
     batch, kv_heads, group = x.q.shape[:3]
@@ -172,8 +172,8 @@ def _tile(part: OverPairs, method: str, sides: tuple[int, int], *arguments) -> j
     """Shape and dtype of the result of a method for the first tile with these sides."""
 
     def computed(*arguments):
-        here = narrowed(on_device(part), queries=(0, sides[0]), keys=(0, sides[1]))
-        return getattr(here, method)(*arguments)
+        cut = narrowed(on_device(part), queries=(0, sides[0]), keys=(0, sides[1]))
+        return getattr(cut, method)(*arguments)
 
     try:
         program, tile = jax.make_jaxpr(computed, return_shape=True)(*arguments)

@@ -39,17 +39,17 @@ def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
         return bias
     hidden = dict(zip(("queries", "keys"), found, strict=True))
 
-    def shown(array, names: Names):
+    def with_zeros(array, names: Names):
         sides = [name for name in names if name in hidden]
         # Padding differs between batch rows, so it does not apply to an array without a batch axis.
-        own = len(sides) == 1 and "batch" in names
-        return zeros_at(hidden[sides[0]], array, names.index("batch"), names.index(sides[0])) if own else array
+        applies = len(sides) == 1 and "batch" in names
+        return zeros_at(hidden[sides[0]], array, names.index("batch"), names.index(sides[0])) if applies else array
 
-    return each(bias, shown)
+    return each(bias, with_zeros)
 
 
 def pad(x: Operands, q_block: int, k_block: int) -> Operands:
-    """Lengthens everything to whole blocks; added keys are masked, added queries are cut off later.
+    """The operands, lengthened to whole blocks. The mask hides added keys; the caller cuts off added queries.
 
     Queries, keys and values, whose last axis is ``"size"``, get zeros, all other arrays their last entries.
     """
@@ -60,8 +60,8 @@ def pad(x: Operands, q_block: int, k_block: int) -> Operands:
     found = lengthened(x, queries=(queries, whole[0]), keys=(keys, whole[1]))
     if whole[1] == keys:
         return found
-    true = _true_keys(*whole, keys)
-    return dataclasses.replace(found, mask=true if found.mask is None else found.mask & true)
+    hides_added = _true_keys(*whole, keys)
+    return dataclasses.replace(found, mask=hides_added if found.mask is None else found.mask & hides_added)
 
 
 def lengthened(tree, **sizes: tuple[int, int]):
@@ -77,7 +77,7 @@ def lengthened(tree, **sizes: tuple[int, int]):
 
 
 def lengthened_rows(per_query: PerQuery, queries: int) -> PerQuery:
-    """``per_query`` for more queries, whose weights are 0 for any logits."""
+    """``per_query`` lengthened to ``queries`` queries; the added queries have weights of 0 for any logits."""
     more = queries - per_query.lse.shape[3]
     infinite = lengthen(per_query.lse, more, axis=3, constant_values=jnp.inf)
     return PerQuery(*(lengthen(array, more, axis=3) for array in per_query))._replace(lse=infinite)
@@ -96,7 +96,7 @@ def _longer_range(positions: Range, more: int) -> Positions:
 
 
 def _true_keys(queries: int, keys: int, true: int) -> Mask:
-    """Hides the keys from ``true`` on. In NumPy, so that the tiles that it hides are known when tracing."""
+    """A mask that hides the keys from ``true`` on. In NumPy, so that the tiles it hides are known when tracing."""
     ids = np.where(np.arange(keys) < true, 0, -1).astype(np.int32)
     return Segments(np.zeros((1, queries), np.int32), ids[None])
 

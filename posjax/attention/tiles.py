@@ -25,7 +25,7 @@ from posjax.attention.operands import Operands
 from posjax.masks import BlockBounds, Mask, block_bounds
 
 NEAR, BEHIND, AHEAD = "near", "behind", "ahead"
-"""A bias by distance within a tile: it varies, or it is constant, for keys far behind or far ahead."""
+"""How a bias by distance behaves within a tile: it varies, or it is constant, for keys far behind or far ahead."""
 
 
 class Blocks(NamedTuple):
@@ -70,14 +70,17 @@ class TilePlan(NamedTuple):
 
     @property
     def with_every_query(self) -> "TilePlan":
-        """The plan with a masked tile for every block of queries that sees no key, so that its gradient is written."""
+        """The plan with a masked tile for every block of queries that sees no key.
+
+        Without a tile the gradient of such a block would not be written.
+        """
         xp = np if isinstance(self.grid, np.ndarray) else jnp
-        alone = xp.concatenate([xp.zeros_like(self.grid[..., 1:], bool), ~(self.grid > 0).any(-1, keepdims=True)], -1)
+        added = xp.concatenate([xp.zeros_like(self.grid[..., 1:], bool), ~(self.grid > 0).any(-1, keepdims=True)], -1)
         masked = [n for n, kind in enumerate(self.kinds, start=1) if kind.masked]
-        if not masked and isinstance(alone, np.ndarray) and not alone.any():
+        if not masked and isinstance(added, np.ndarray) and not added.any():
             return self
         kinds = self.kinds if masked else (*self.kinds, Kind((0,), True))
-        return TilePlan(kinds, xp.where(alone, masked[0] if masked else len(kinds), self.grid))
+        return TilePlan(kinds, xp.where(added, masked[0] if masked else len(kinds), self.grid))
 
 
 def plan_tiles(

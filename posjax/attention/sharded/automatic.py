@@ -47,8 +47,8 @@ def on_auto_axes(function: Callable[..., Any], *arguments: Any, like: Any) -> An
 
 def explicit_part(spec: PartitionSpec, mesh: AbstractMesh) -> PartitionSpec:
     """The part of a spec that names Explicit axes of a mesh."""
-    kept = [tuple(name for name in axes_of(part) if name in mesh.explicit_axes) for part in spec]
-    return PartitionSpec(*(names or None for names in kept))
+    explicit = [tuple(name for name in axes_of(part) if name in mesh.explicit_axes) for part in spec]
+    return PartitionSpec(*(names or None for names in explicit))
 
 
 def explicit_spec(x) -> PartitionSpec:

@@ -14,7 +14,7 @@ GATHER_BYTES = 2**30
 
 
 class Sizes(NamedTuple):
-    """What the choice depends on. Batch and heads are those of one device, the length is that of whole sequences.
+    """The sizes that decide the strategy. Batch and heads are those of one device, the length is of whole sequences.
 
     Args:
         batch: batch rows.

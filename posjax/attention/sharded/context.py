@@ -1,6 +1,6 @@
 """Attention for the queries of one device over the keys of all devices that share the sequence, inside ``shard_map``.
 
-A device that holds whole sequences needs no ``shard_map``: ``posjax.attention`` comes here too.
+``posjax.attention`` calls ``context_attention`` too: a device that holds whole sequences needs no ``shard_map``.
 """
 
 import dataclasses
@@ -59,7 +59,8 @@ def context_attention(
         q, k, v: the tokens and heads of this device.
         placement: the mesh axes of the sequence and the heads, and the strategy. Axes that do not exist count as one
             device.
-        bias: a spec, or a bias bound for all heads of the model, or with arrays of tokens (FoX) for this device's.
+        bias: a spec; a bias bound for all heads of the model; or, for instance with arrays of tokens (FoX), a bias
+            bound for this device's heads.
         mask: its head axis, if it has one, is that of all heads of the model.
         scale: its head axis, if it has one, is that of all heads of the model or of this device's heads.
         sinks: one logit for every head of the model.
@@ -154,27 +155,27 @@ def _spread(placement: Placement, call: Call, implementation: str | None, with_l
     """Output and log-sum-exp of a call by the strategy of the placement."""
     shards, length = placement.shards, placement.whole(call.x.q.shape[3])
 
-    def here(call: Call) -> tuple:
+    def attend(call: Call) -> tuple:
         return api.run(implementation, call.x, call.scale, with_lse)
 
     if shards == 1:
         # One device may still hold a sequence in the layout for several devices.
         line = Line(None, 1, 1, placement.layout, length)
-        return ulysses(line, call, here) if placement.layout.reorders else here(call)
+        return ulysses(line, call, attend) if placement.layout.reorders else attend(call)
     layout = placement.layout_over(shards)
     layout.check(length)
     sizes = _sizes(call, placement, length)
     strategy = placement.chosen(sizes)
     line = Line(placement.context, shards, 1, layout, length)
     if strategy == "all-gather":
-        return _by_pieces(line, gathered(line, call), here)
+        return _by_pieces(line, gathered(line, call), attend)
     if strategy == "neighbour":
-        return neighbour(line, call, sizes.window, here)
+        return neighbour(line, call, sizes.window, attend)
     if strategy == "ring":
         return ring(_joined(line, call.x), implementation, call)
     width = shards if strategy == "ulysses" else placement.ulysses
     line = _joined(Line(placement.context, shards // width, width, layout, length), call.x)
-    return ulysses(line, call, here if line.shards == 1 else partial(ring, line, implementation))
+    return ulysses(line, call, attend if line.shards == 1 else partial(ring, line, implementation))
 
 
 def _joined(line: Line, x: Operands) -> Line:

@@ -22,7 +22,7 @@ _AXES = {
     "coordinates": ("batch", "queries", None),
     "scale": ("batch", "queries", "heads"),
 }
-"""The axes of arrays by name; all others have batch, tokens, and axes that are not split."""
+"""The axes of the arrays ``per_row`` by name; arrays of other names have batch, tokens, and axes that are not split."""
 
 _TOKENS = ("queries", "keys")
 
@@ -36,8 +36,8 @@ def attend_on_mesh(
     that the placement does not name. The gradients of replicated arrays are summed over the devices.
 
     Args:
-        function: for instance ``Scheme.attend`` with ``placement=placement.for_key_heads(...)``. Called directly
-            without a mesh in use, or inside a ``shard_map`` over the placement's axes.
+        function: for instance ``Scheme.attend`` with ``placement=placement.for_key_heads(...)``. It is called directly
+            if no mesh is in use or the placement names no axis, or inside a ``shard_map`` over the placement's axes.
         placement: the axes of batch, sequence and heads.
         replicated: a tree whose arrays are the same on all devices.
         projected: queries, keys and values, ``[batch, length, heads, size]``. Key heads are repeated if the devices of
@@ -70,7 +70,8 @@ def enter(
     tokens = _spec(placement, ("batch", "queries", "heads"))
     per_row = {name: as_mask(value) if name == "mask" and is_array(value) else value for name, value in per_row.items()}
     of_rows = {name: _specs(placement, name, value, sizes) for name, value in per_row.items()}
-    # By default all axes except those of a ``vmap`` over the batch; with Manual axes they must be named.
+    # By default ``shard_map`` takes all axes except those of a ``vmap`` over the batch. If some axes are Manual, the
+    # others must be named.
     axes = {"axis_names": set(mesh.axis_names) - set(mesh.manual_axes)} if mesh.manual_axes else {}
 
     def inside(replicated, projected, per_row):
@@ -78,8 +79,8 @@ def enter(
             projected = [jnp.repeat(x, repeats, axis=2) if x.shape[2] == k.shape[2] else x for x in projected]
         specs = {"in_specs": (PartitionSpec(), tokens, of_rows), "out_specs": tokens}
         # A mesh in use is not passed: its axes may have another type by now.
-        over = {"mesh": mesh} if jax.sharding.get_abstract_mesh().empty else {}
-        return jax.shard_map(function, **specs, **axes, **over)(replicated, projected, per_row)
+        mesh_option = {"mesh": mesh} if jax.sharding.get_abstract_mesh().empty else {}
+        return jax.shard_map(function, **specs, **axes, **mesh_option)(replicated, projected, per_row)
 
     # Outside ``jit`` jax cannot run a custom gradient with symbolic zeros under ``shard_map``.
     return on_auto_axes(jax.jit(inside), replicated, projected, dict(per_row), like=tokens)
@@ -93,15 +94,15 @@ def over_mesh(split: Split, function: Callable[..., Any], projected, params, opt
         function: for instance ``Scheme.attend``; see ``attend_on_mesh``.
         projected: see ``attend_on_mesh``.
         params: the argument ``params`` of the function, the same on all devices; or None.
-        options: other arguments; those with arrays have the names of ``attend_on_mesh``.
+        options: other arguments. Arguments with arrays have the names that ``per_row`` has in ``attend_on_mesh``.
     """
     placement = split.placement.for_key_heads(split.mesh.shape, projected[1].shape[2])
     arrays = {name: value for name, value in options.items() if any(map(is_array, jax.tree.leaves(value)))}
     rest = {name: value for name, value in options.items() if name not in arrays} | {"placement": placement}
 
     def inside(params, projected, arrays):
-        given = {} if params is None else {"params": params}
-        return function(*projected, **given, **arrays, **rest)
+        params_option = {} if params is None else {"params": params}
+        return function(*projected, **params_option, **arrays, **rest)
 
     return enter(split.mesh, placement, inside, params, projected, arrays)
 
@@ -113,9 +114,9 @@ def _spec(placement: Placement, axes: Names) -> PartitionSpec:
 
 def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]) -> Any:
     """The specs of a tree of arrays: each axis is split if the array has its full size."""
-    usual, sizes = _AXES.get(name, ("batch", "queries")), sizes | dict.fromkeys(_TOKENS, sizes["length"])
+    default_names, sizes = _AXES.get(name, ("batch", "queries")), sizes | dict.fromkeys(_TOKENS, sizes["length"])
 
-    def lies(array, names: Names) -> PartitionSpec:
+    def spec_of(array, names: Names) -> PartitionSpec:
         if isinstance(array, Range) or jnp.ndim(array) < len(names):
             return PartitionSpec()
         # Tokens of an array over pairs are never split.
@@ -129,8 +130,8 @@ def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]
 
     def part(node):
         if not isinstance(node, OverPairs):
-            return lies(node, usual)
+            return spec_of(node, default_names)
         node.check_names()
-        return each(node, lies)
+        return each(node, spec_of)
 
     return jax.tree.map(part, value, is_leaf=lambda node: isinstance(node, OverPairs | Range))

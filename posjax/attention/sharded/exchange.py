@@ -24,15 +24,16 @@ def gathered(line: Line, call: Call) -> Call:
 
 
 def ulysses(line: Line, call: Call, run: Callable) -> tuple:
-    """``run`` on all tokens of a group of devices, ascending, for an equal share of the heads; results are sent back.
+    """The results of ``run`` on all tokens of a group of devices, in ascending order, for an equal share of the heads.
 
-    Key heads are repeated if there are fewer than devices, as few times as possible.
+    The results are sent back to the devices of their tokens. Key heads are repeated if the devices of a group do not
+    divide their number, as few times as possible.
     """
-    heads = _Exchange(line)
+    exchange = _Exchange(line)
     x = call.x
     kv_heads = x.k.shape[1]
-    found = run(heads.to_heads(call))
-    return tuple(None if a is None else _regrouped(heads.to_tokens(flat_heads(a)), kv_heads) for a in found)
+    found = run(exchange.to_heads(call))
+    return tuple(None if a is None else _regrouped(exchange.to_tokens(flat_heads(a)), kv_heads) for a in found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +82,11 @@ class _Exchange:
                 return self.split(jnp.repeat(array, repeats, axis=1))
             return map_tokens(array, *[self.whole] * 2, names)
 
-        def own(slot):
+        def with_share(slot):
             return slot if width == 1 else slot.heads(self._position * heads, heads)
 
         found = each(call, moved)
-        return dataclasses.replace(found, x=found.x.with_slots(own))
+        return dataclasses.replace(found, x=found.x.with_slots(with_share))
 
     @property
     def _position(self):

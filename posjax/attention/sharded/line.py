@@ -97,7 +97,7 @@ class Line:
 
     @property
     def ascending(self) -> np.ndarray:
-        """The order that sorts the tokens of a group, concatenated by device: the same in every group."""
+        """The permutation that sorts the tokens of a group, concatenated by device; it is the same in every group."""
         return np.argsort(self._first_group)
 
     @property
@@ -123,11 +123,11 @@ class Line:
         return cut
 
     def placed(self, pieces: Call, i, j, source) -> Call:
-        """The call of pieces that were cut out, with their positions."""
+        """The call of cut-out pieces: query piece ``i`` of this group, key piece ``j`` of ``source``, and positions."""
         run = None if self.split else self.length // (self.shards * self.groups.chunks)
         x = dataclasses.replace(pieces.x, run=run)
-        where = self._placed(x.q_positions, self.shard, i), self._placed(x.kv_positions, source, j)
-        return Call(x, pieces.scale).at(*where)
+        positions = self._placed(x.q_positions, self.shard, i), self._placed(x.kv_positions, source, j)
+        return Call(x, pieces.scale).at(*positions)
 
     def queries(self, call: Call, i) -> Call:
         """Query piece ``i`` of this group, with all keys."""
@@ -157,9 +157,9 @@ def _half(array, axis: int, n: int):
 
 
 def taken(array, order: np.ndarray, axis: int):
-    """``jnp.take`` along an axis, by whole runs of the order; by single tokens, the transpose would be a scatter.
+    """``jnp.take`` along an axis, by whole runs of the order. By single tokens, the transpose would be a scatter.
 
-    Without effect if the order is the identity.
+    It returns the array unchanged if the order is the identity.
     """
     breaks = np.flatnonzero(np.diff(order) != 1) + 1
     starts = order[np.concatenate([[0], breaks])]

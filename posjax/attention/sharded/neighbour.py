@@ -17,7 +17,9 @@ _NOWHERE = -(2**30)
 
 
 def neighbour(line: Line, call: Call, window: int, run: Callable) -> tuple:
-    """``run`` on every query chunk, over its own keys, the ``window - 1`` before them, and as many after unless causal.
+    """The results of ``run`` on every query chunk, over the chunk's own keys and the keys next to them.
+
+    The keys next to them are the ``window - 1`` before and, unless the mask hides keys ahead, as many after.
 
     Among the keys that a query may see, positions must rise by at least one from a token to the next, as they do in
     packed documents; then a window of positions spans at most as many tokens.
@@ -44,7 +46,7 @@ class _Inside(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _Edges:
-    """Chunks extended by ``before`` tokens of the chunk before, and ``after`` of the one after."""
+    """Extends chunks by the last ``before`` tokens of the previous chunk and the first ``after`` tokens of the next."""
 
     line: Line
     before: int
@@ -70,9 +72,10 @@ class _Edges:
         return jnp.concatenate(parts + [self._from(heads, n, -1)] * (self.after > 0), axis)
 
     def _from(self, ends: list, n: int, step: int):
-        """The ends of the chunks one ``step`` before chunk ``n``, or after it if ``step`` is -1.
+        """The edge of the chunk before chunk ``n`` (``step`` 1) or after it (``step`` -1).
 
-        In a zigzag the second chunks are in reverse order of the shards, and the last shard holds two neighbours.
+        In a zigzag the second chunks are in reverse order of the shards, and the two chunks of the last shard are
+        neighbours.
         """
         received = self._shifted(ends[n], step if n == 0 else -step)
         if self.line.chunks == 1 or (n == 1) != (step == 1):
@@ -80,7 +83,7 @@ class _Edges:
         return jnp.where(self.line.shard == self.line.shards - 1, ends[1 - n], received)
 
     def _shifted(self, array, step: int):
-        """The array of the shard ``step`` before this one."""
+        """The array of the previous shard (``step`` 1) or of the next one (``step`` -1)."""
         shards = self.line.shards
         return jax.lax.ppermute(array, self.line.axis, [(s, (s + step) % shards) for s in range(shards)])
 

@@ -36,7 +36,7 @@ class Placement:
         repeats: how often every key head was repeated so that ``heads`` splits them; ``for_key_heads`` sets it.
 
     Raises:
-        ValueError: for an unknown strategy, for none, for ``"auto"`` among several, or for an axis that is named twice.
+        ValueError: for an unknown strategy, an empty tuple, ``"auto"`` in a tuple, or an axis that is named twice.
     """
 
     batch: tuple[str, ...] = ()
@@ -68,14 +68,14 @@ class Placement:
         return (self.strategy,) if isinstance(self.strategy, str) else self.strategy
 
     def is_open(self, mesh: AbstractMesh) -> bool:
-        """Whether it has axes, and none of them is inside a ``shard_map`` over the mesh."""
+        """Whether the placement has axes, and the caller is not inside a ``shard_map`` over any of them."""
         return bool(self.axes) and not set(self.axes) & set(mesh.manual_axes)
 
     def layout_over(self, shards: int) -> Layout:
         """The layout over ``shards`` shards.
 
         Raises:
-            ValueError: if it was made for another number of them.
+            ValueError: if the layout was made for another number of shards.
         """
         if self.layout.kind == "contiguous":
             return Layout("contiguous", shards)
@@ -108,8 +108,8 @@ class Placement:
         """
         self.check_axes(mesh)
         devices = math.prod(mesh[axis] for axis in self.batch)
-        where = f"{devices} devices along {self.batch}"
-        check(batch % devices == 0, f"a batch of {batch} rows cannot be split evenly over {where}")
+        devices_text = f"{devices} devices along {self.batch}"
+        check(batch % devices == 0, f"a batch of {batch} rows cannot be split evenly over {devices_text}")
         split, shards = self.split_of_heads(mesh), mesh.get(self.context, 1)
         check(
             heads % split == 0,
@@ -120,8 +120,8 @@ class Placement:
             return
         layout = self.layout_over(shards)
         layout.check(length)
-        held = kv_heads * self.for_key_heads(mesh, kv_heads).repeats // split
-        sizes = Sizes(batch // devices, length, heads // split, held, shards)
+        local_kv_heads = kv_heads * self.for_key_heads(mesh, kv_heads).repeats // split
+        sizes = Sizes(batch // devices, length, heads // split, local_kv_heads, shards)
         sizes = sizes._replace(layout=layout, ulysses=self.ulysses)
         if scheme is not None:
             self.check_scheme(scheme, shards)
@@ -139,7 +139,7 @@ class Placement:
         )
 
     def check_axes(self, mesh: Mapping[str, int]) -> None:
-        """Raises ValueError if the mesh lacks an axis that is named here."""
+        """Raises ValueError if the mesh lacks an axis of the placement."""
         unknown = [axis for axis in self.axes if axis not in mesh]
         check(not unknown, f"placement: the mesh in use has no axis {unknown}; it has {list(mesh)}")
 
@@ -148,7 +148,7 @@ class Placement:
         return math.prod(mesh[axis] for axis in _names(self.heads))
 
     def for_key_heads(self, mesh: Mapping[str, int], kv_heads: int) -> "Placement":
-        """The placement for a model with ``kv_heads`` key heads, each repeated as the devices along ``heads`` need.
+        """The placement for a model with ``kv_heads`` key heads, each repeated so that ``heads`` can split them.
 
         ``lcm(kv_heads, devices)`` is the smallest number of heads such that every query head has its key head on its
         own device; query heads, a multiple of both, are a multiple of it too.
@@ -157,7 +157,7 @@ class Placement:
         return dataclasses.replace(self, repeats=copies(kv_heads, self.split_of_heads(mesh)))
 
     def chosen(self, sizes: Sizes) -> Strategy:
-        """The strategy of a layer. Raises ValueError if none that is named here can split it, with the reasons."""
+        """The strategy of a layer. Raises ValueError if no strategy of the placement can split it, with reasons."""
         return choose(sizes) if self.strategy == "auto" else prefer(self.strategies, sizes)
 
     # The rest is for use inside ``shard_map``; an axis that does not exist counts as one device.
@@ -191,7 +191,7 @@ class Placement:
         Args:
             positions: a ``Range`` or a one-dimensional array over the whole sequence; an array over this device's
                 tokens; or None for positions from 0.
-            tokens: how many this device has.
+            tokens: how many tokens this device has.
         """
         whole = self.whole(tokens)
         if positions is None or isinstance(positions, Range):

@@ -57,7 +57,10 @@ class RingConfig(NamedTuple):
 
 
 def ring(line: Line, implementation: str | None, call: Call) -> tuple:
-    """Output and log-sum-exp of this group's queries over the keys of all groups; leaves vary over the same axes."""
+    """Output and log-sum-exp of this group's queries over the keys of all groups.
+
+    The leaves of the call vary over the same mesh axes.
+    """
     halves = call.halves() if line.shards > 2 and call.x.k.shape[1] % 2 == 0 else (call,)
     static = is_number(call.scale)
     config = RingConfig(line, parts_by(implementation, halves[0].x), call.scale if static else None)
@@ -104,7 +107,7 @@ class _Side(NamedTuple):
 
     @property
     def is_sent(self) -> bool:
-        """Whether it is sent around the ring."""
+        """Whether the leaf is sent around the ring."""
         return self.of_keys and not self.gathered
 
     def packed(self, array):
@@ -156,7 +159,7 @@ class _Half:
 
     @staticmethod
     def of(config: RingConfig, call: Call, step: int) -> "_Half":
-        """From a call."""
+        """The half for a call, whose keys are sent in the direction ``step``."""
         (leaves, structure), sides = jax.tree.flatten(call), _sides(call)
 
         def stored(side: _Side, leaf):
@@ -175,13 +178,13 @@ class _Half:
         return [leaf for leaf, side in zip(self.leaves, self.sides, strict=True) if side.is_sent]
 
     def with_keys(self, keys: list, source) -> list:
-        """The packed leaves of the call with the keys of group ``source``, of which ``keys`` were sent."""
+        """The packed leaves of the call with the keys of group ``source``; ``keys`` are those that were sent here."""
         keys, device = iter(keys), source * self.line.width
 
-        def here(side: _Side, leaf):
+        def chosen(side: _Side, leaf):
             return leaf[device] if side.gathered else next(keys) if side.is_sent else leaf
 
-        return [here(side, leaf) for side, leaf in zip(self.sides, self.leaves, strict=True)]
+        return [chosen(side, leaf) for side, leaf in zip(self.sides, self.leaves, strict=True)]
 
     def call(self, leaves: list) -> Call:
         """The call of packed leaves."""
@@ -189,7 +192,7 @@ class _Half:
         return call if self.config.scale is None else dataclasses.replace(call, scale=self.config.scale)
 
     def sent(self, arrays: list) -> list:
-        """The arrays of the group before this one in its direction."""
+        """The arrays of the group that precedes this one in the direction ``step``."""
         devices = self.line.shards * self.line.width
         by = self.step * self.line.width
         return jax.lax.ppermute(arrays, self.line.axis, [(n, (n + by) % devices) for n in range(devices)])
@@ -209,7 +212,7 @@ class _Half:
         return self.call(self.with_keys(self.keys, self.line.shard))
 
     def nothing_yet(self) -> tuple:
-        """Output and log-sum-exp of no keys."""
+        """Output and log-sum-exp before the first keys."""
         x = self.own.x
         dtype, rows = statistics_dtype(x.q), x.q.shape[:-1]
         out = like_zeros((*rows, x.v.shape[-1]), dtype, x.q)
@@ -226,19 +229,19 @@ class _Half:
         leaves = self.with_keys(keys, source)
 
         def pair(i, j, so_far):
-            own = tuple(line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
+            rows = tuple(line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
 
-            def more(part, own):
-                out, lse = merge(self.config.backends, part.x, part.scale, (outputs.unpacked(own[0]), own[1]))
+            def compute(part, rows):
+                out, lse = merge(self.config.backends, part.x, part.scale, (outputs.unpacked(rows[0]), rows[1]))
                 return outputs.packed(out), lse
 
-            found = self.unless_empty(leaves, (i, j), source, more, own)
+            found = self.unless_empty(leaves, (i, j), source, compute, rows)
             return tuple(map(partial(line.stored, i), so_far, found, (-2, -1)))
 
         return _over_pairs(line, pair, so_far)
 
     def added(self, distance, keys: list, per_query: PerQuery, wanted: list[bool], d_keys: list, d_own: list) -> tuple:
-        """Sums of gradients of the keys of a step, and of everything else, after adding those of this step."""
+        """Sums of gradients of the keys of a step, and of all other leaves, after adding the gradients of this step."""
         source, line, outputs = self.source(distance), self.line, self.outputs
         leaves = self.with_keys(keys, source)
         sides = [side for side, want in zip(self.sides, wanted, strict=True) if want]
@@ -247,19 +250,19 @@ class _Half:
 
         def pair(i, j, sums):
             # Sum pieces, not whole arrays, which would be zero outside a piece.
-            own = [_piece(line, side, (i, j), array) for side, array in zip(sides, sums, strict=True)]
+            pieces = [_piece(line, side, (i, j), array) for side, array in zip(sides, sums, strict=True)]
             rows = [line.cut(i)(array, axis) for array, axis in zip(per_query, (-2, -1, -1, -1), strict=True)]
             rows[-1] = jnp.where(jnp.equal(j, 0), rows[-1], 0)
 
-            def more(part, own):
+            def compute(part, pieces):
                 so_far = self.sums(
-                    wanted, [side.unpacked(array) for side, array in zip(sides, own, strict=True)], part.x.run
+                    wanted, [side.unpacked(array) for side, array in zip(sides, pieces, strict=True)], part.x.run
                 )
                 of_rows = PerQuery(outputs.unpacked(rows[0]), *rows[1:])
                 found = jax.tree.leaves(add(self.config.backends, part.x, part.scale, of_rows, so_far))
                 return [side.packed(array) for side, array in zip(sides, found, strict=True)]
 
-            found = self.unless_empty(leaves, (i, j), source, more, own)
+            found = self.unless_empty(leaves, (i, j), source, compute, pieces)
             return [_stored(line, side, (i, j), *both) for side, *both in zip(sides, sums, found, strict=True)]
 
         found = _over_pairs(line, pair, [next(d_keys if side.of_keys else d_own) for side in sides])
@@ -272,7 +275,7 @@ class _Half:
         Args:
             leaves: the packed leaves of the call. They enter ``jax.lax.cond`` packed: the compiler would store unpacked
                 ones in another layout, which costs a copy.
-            at: the piece of the queries and of the keys.
+            at: the indices of the query piece and of the key piece.
             source: the group of the keys.
             compute: takes the call of these pieces and ``so_far``.
             so_far: the results so far.
@@ -304,7 +307,7 @@ class _Half:
 
 
 def _piece(line: Line, side: _Side, at: tuple, array):
-    """The piece of an array for a pair of pieces; all of it without an axis of tokens."""
+    """The piece of an array for a query piece and a key piece; the whole array if it has no axis of tokens."""
     return array if side.axis is None else line.cut(at[side.of_keys])(array, side.axis)
 
 
@@ -343,7 +346,7 @@ def _ring_forward(config: RingConfig, calls):
     taken = [taken_apart(call) for call in calls]
     calls = tuple(call for call, _ in taken)
     wanted = tuple(_differentiable(*each) for each in taken)
-    # ``_attended``, because ``_ring`` has no forward mode, which forward over reverse needs.
+    # Not ``_ring``: forward over reverse needs forward mode, which ``_ring`` lacks and ``_attended`` has.
     rows = tuple(named(*each) for each in _attended(config, calls))
     return rows, _Saved(calls, rows, wanted)
 
@@ -389,29 +392,31 @@ def _shares(
     arriving = first.sent(d_keys[0])
     if not others:
         nothing = first.zeros(wanted[0], of_keys=True)
-        more, own = first.added(distance, keys[0], per_query[0], wanted[0], nothing, d_own[0])
-        return [jax.tree.map(jnp.add, arriving, more)], [own]
-    there, own = halves[1].added(distance, keys[1], per_query[1], wanted[1], d_keys[1], d_own[1])
-    here, first_own = first.added(distance, keys[0], per_query[0], wanted[0], arriving, d_own[0])
-    return [here, halves[1].sent(there)], [first_own, own]
+        more, first_own = first.added(distance, keys[0], per_query[0], wanted[0], nothing, d_own[0])
+        return [jax.tree.map(jnp.add, arriving, more)], [first_own]
+    second_keys, second_own = halves[1].added(distance, keys[1], per_query[1], wanted[1], d_keys[1], d_own[1])
+    first_keys, first_own = first.added(distance, keys[0], per_query[0], wanted[0], arriving, d_own[0])
+    return [first_keys, halves[1].sent(second_keys)], [first_own, second_own]
 
 
 def _per_query(config: RingConfig, half: _Half, rows: tuple, cotangents: tuple) -> PerQuery:
     """The input of the backward pass for each query, with packed gradients of outputs."""
-    given = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
-    (out, lse), (d_out, d_lse), outputs = rows, given, half.outputs
+    materialized = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
+    (out, lse), (d_out, d_lse), outputs = rows, materialized, half.outputs
     found = per_query_of(config.backends, (outputs.unpacked(out), lse), (outputs.unpacked(d_out), d_lse))
     return found._replace(d_out=d_out)
 
 
 def _of_operands(call: Call, wanted: tuple[bool, ...]) -> list[bool]:
-    """Which leaves are summed: those of the operands that are wanted, and the queries if the scale is wanted."""
+    """Which leaves have sums of gradients: operands that are wanted, and the queries if the scale is wanted."""
     if call.scale is None:
         return list(wanted)
     *of_x, of_scale = wanted
-    none = jax.tree.map(lambda _: False, call.x)
-    queries = dataclasses.replace(none, q=of_scale, remap=tuple(dataclasses.replace(p, q=of_scale) for p in none.remap))
-    return [*(own or more for own, more in zip(of_x, jax.tree.leaves(queries), strict=True)), False]
+    all_false = jax.tree.map(lambda _: False, call.x)
+    queries = dataclasses.replace(
+        all_false, q=of_scale, remap=tuple(dataclasses.replace(p, q=of_scale) for p in all_false.remap)
+    )
+    return [*(want or for_scale for want, for_scale in zip(of_x, jax.tree.leaves(queries), strict=True)), False]
 
 
 def _cotangent(config: RingConfig, call: Call, half: _Half, wanted: list[bool], d_keys: list, d_own: list) -> Call:
@@ -427,8 +432,8 @@ def _unscaled(config: RingConfig, call: Call, found: Call) -> Call:
     """The gradients of queries and scale, from those of scaled queries."""
     scale = config.scale if call.scale is None else call.scale
 
-    def times(own: Operands, d: Operands) -> tuple:
-        return jax.vjp(lambda q, scale: q * scale, own.q.astype(d.q.dtype), jnp.asarray(scale, d.q.dtype))[1](d.q)
+    def times(primal: Operands, d: Operands) -> tuple:
+        return jax.vjp(lambda q, scale: q * scale, primal.q.astype(d.q.dtype), jnp.asarray(scale, d.q.dtype))[1](d.q)
 
     made = [times(*each) for each in zip((call.x, *call.x.remap), (found.x, *found.x.remap), strict=True)]
     remap = tuple(dataclasses.replace(pair, q=q) for pair, (q, _) in zip(found.x.remap, made[1:], strict=True))

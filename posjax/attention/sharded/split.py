@@ -22,8 +22,8 @@ class Split(NamedTuple):
 def split_of(q, k, v, partition: Partition | None) -> Split | None:
     """How a call is split over the mesh of its arrays; None if neither types nor ``partition`` give one.
 
-    The types of arrays give the split over Explicit axes, ``partition`` that over Auto ones. If they split nothing,
-    every device computes everything.
+    The types of arrays give the split over Explicit axes, ``partition`` gives the split over Auto axes. If neither
+    splits anything, every device computes everything.
 
     Args:
         q: queries ``[batch, queries, heads, size]``.
@@ -39,9 +39,9 @@ def split_of(q, k, v, partition: Partition | None) -> Split | None:
         return None
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_whole(name, _explicit_axes(x))
-    asked = _asked(partition, mesh)
-    _check_whole("partition", asked)
-    rows, _, heads, _ = (a + b for a, b in zip(_explicit_axes(q), asked, strict=True))
+    requested = _partition_axes(partition, mesh)
+    _check_whole("partition", requested)
+    rows, _, heads, _ = (a + b for a, b in zip(_explicit_axes(q), requested, strict=True))
     return Split(mesh, Placement(batch=rows, heads=heads or None))
 
 
@@ -68,7 +68,7 @@ def _explicit_axes(x) -> tuple[tuple[str, ...], ...]:
     return tuple(axes_of(part) for part in explicit_spec(x))
 
 
-def _asked(partition: Partition | None, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
+def _partition_axes(partition: Partition | None, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
     """The Auto axes of a mesh that the caller's partition splits each axis of the queries over."""
     spec = PartitionSpec() if partition is None else getattr(partition, "spec", partition)
     check(isinstance(spec, PartitionSpec), f"partition must be a NamedSharding or PartitionSpec, found {spec!r}")

@@ -72,12 +72,15 @@ class KernelGradients(NamedTuple):
 def backward(
     config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tuple | None = None, *, of_bias: bool
 ) -> KernelGradients:
-    """All gradients; of the bias only if wanted. ``so_far``: float32 sums of the gradients of ``q``, ``k``, ``v``."""
+    """All gradients; that of the bias only with ``of_bias``.
+
+    ``so_far``: float32 sums of the gradients of ``q``, ``k``, ``v``.
+    """
     arrays, block = arrays_of(config, x, per_query, so_far), config.tilings[1].blocks.k
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
     sums = config.bias.outputs(config.heads // config.kv_heads, x.k.shape[3]) if of_bias else []
     of_sums = [shape((x.k.shape[0], config.kv_heads, *each.shape), jnp.float32) for each in sums]
-    of_queries, whole = shape(x.q.shape, jnp.float32), arrays.dq is None
+    of_queries, is_final = shape(x.q.shape, jnp.float32), arrays.dq is None
     of_keys = [shape(a.shape, a.dtype if so_far is None else jnp.float32) for a in (x.k, x.v)]
     sizes = {"k": config.size, "v": config.value_size, "dk": config.size, "dv": config.value_size}
     found = pl.pallas_call(
@@ -89,13 +92,13 @@ def backward(
             feature_spec(of_keys[0].shape, config.size, block),
             feature_spec(of_keys[1].shape, config.value_size, block),
             *(block_spec(o.shape, -1 if each.of_keys else None, block) for o, each in zip(of_sums, sums, strict=True)),
-            *[anywhere] * whole,
+            *[anywhere] * is_final,
         ],
         out_shape=[
-            shape(x.q.shape, x.q.dtype) if whole else of_queries,
+            shape(x.q.shape, x.q.dtype) if is_final else of_queries,
             *of_keys,
             *of_sums,
-            *[of_queries] * whole,
+            *[of_queries] * is_final,
         ],
         scratch_shapes=scratch(config, arrays, bool(sums)),
         input_output_aliases=arrays.aliases(dq=0, dk=1, dv=2),
@@ -105,7 +108,7 @@ def backward(
         name="posjax_attention_backward",
     )(*arrays)
     dq = found[0]
-    if so_far is None and not whole:
+    if so_far is None and not is_final:
         dq = (dq * (LN2 * config.factor)).astype(x.q.dtype)
     return KernelGradients(dq, *found[1:3], tuple(found[3 : 3 + len(sums)]))
 
@@ -218,9 +221,9 @@ def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
     weights, d_scores = _weights(row, tile, first, level, _chosen(scores, remapped_masks), seen, d_out)
     row.sums.dv[...] += product(weights.astype(d_out.dtype), d_out, (1, 0))
     for n, pair in enumerate(pairs):
-        own = _own(d_scores, remapped_masks, n).astype(q[n].dtype)
-        row.sums.dk[pair] += product(own, q[n], (1, 0))
-        dq[n, queries, :] += product(own, row.x.k[pair], (0, 0))
+        d_pair = _d_scores_of_pair(d_scores, remapped_masks, n).astype(q[n].dtype)
+        row.sums.dk[pair] += product(d_pair, q[n], (1, 0))
+        dq[n, queries, :] += product(d_pair, row.x.k[pair], (0, 0))
     if row.d_bias:
         row.config.bias.sum_up(row, tile, first, d_scores)
 
@@ -243,17 +246,17 @@ def _weights(row: KeyRow, tile: Tile, first: int, level, scores, seen, d_out) ->
 def _chosen(scores: list, remapped_masks: tuple):
     """The scores of each pair of tokens, from the features of its branch."""
     found = scores[0]
-    for other, where in zip(scores[1:], remapped_masks, strict=True):
-        found = jnp.where(where, other, found)
+    for other, remapped in zip(scores[1:], remapped_masks, strict=True):
+        found = jnp.where(remapped, other, found)
     return found
 
 
-def _own(d_scores, remapped_masks: tuple, n: int):
+def _d_scores_of_pair(d_scores, remapped_masks: tuple, n: int):
     """The gradient of the scores of the ``n``-th pair of features of a tile."""
     if not remapped_masks:
         return d_scores
-    own = remapped_masks[n - 1] if n else ~reduce(jnp.logical_or, remapped_masks)
-    return jnp.where(own, d_scores, 0)
+    computed_here = remapped_masks[n - 1] if n else ~reduce(jnp.logical_or, remapped_masks)
+    return jnp.where(computed_here, d_scores, 0)
 
 
 def _pattern(row: KeyRow, tile: Tile, first: int) -> tuple:

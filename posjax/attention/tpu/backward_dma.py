@@ -19,7 +19,7 @@ from posjax.attention.tpu.tile_lists import choice_of, is_first, is_last, tile_o
 
 
 class BackwardSums(NamedTuple):
-    """What a row of tiles accumulates, and what is computed once for it."""
+    """The sums of a row of tiles, and values that are computed once for the row."""
 
     k: Any
     dk: Any
@@ -41,7 +41,8 @@ def arrays_of(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tupl
     arrays = KernelArrays(x.visits[1], x.starts, x.numbers, bias, x.q, None, x.k, x.v, per_query=per_query)
     if so_far is not None:
         return arrays._replace(**dict(zip(("dq", "dk", "dv"), so_far, strict=True)))
-    # Entries mark the first and last row that visits a block of queries, but not separately for each pair of features.
+    # With several pairs of features the sums of ``dQ`` start at zero here, because entries mark the first and the last
+    # row that visits a block of queries, but not separately for each pair.
     return arrays if x.q.shape[2] == 1 else arrays._replace(dq=jnp.zeros_like(x.q, jnp.float32))
 
 
@@ -166,7 +167,7 @@ class KeyRow(TileRow):
         return pltpu.make_async_copy(self.x.dq.at[self._queries(pair, tile)], *self._dq(0, to, jax.lax.rem(step, 3)))
 
     def stored(self, pair, tile, to: int, step):
-        """The copy of ``dQ`` back."""
+        """The copy of ``dQ`` back to main memory."""
         source, semaphore = self._dq(1, to, jax.lax.rem(step, 3))
         return pltpu.make_async_copy(source, self.x.dq.at[self._queries(pair, tile)], semaphore)
 
@@ -195,7 +196,7 @@ def when(condition, then: Callable[[], None]) -> None:
 
 
 def start_sums(row: KeyRow, entry, step) -> None:
-    """Starts the copy of ``dQ`` for the tile of an entry, unless it starts at zero."""
+    """Starts the copy of ``dQ`` for the tile of an entry, unless this ``dQ`` starts at zero."""
     tile = tile_of(entry)
     when(
         row.dq.fetches(entry),

@@ -28,7 +28,7 @@ from posjax.positions import Range, as_array
 class BiasSum(NamedTuple):
     """A sum of the backward kernel for a bias: its shape after batch and heads, and whether its last axis is keys.
 
-    If so a row of tiles adds to its own block; otherwise all rows add to the same numbers.
+    If the last axis is keys, a row of tiles adds to its own block; otherwise all rows add to the same numbers.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class BiasSum(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelBias:
-    """No bias, and the base class of the forms. Static: the numbers are in ``Inputs.bias``.
+    """No bias, and the base class of the forms. An object is static: the numbers are in ``Inputs.bias``.
 
     Class attributes:
         constant_from: the distance from which it is constant, or None.
@@ -149,8 +149,8 @@ class _DifferenceOfTokens(KernelBias):
     """``f (t_i - t_j)`` with a number ``t`` of each token and a factor ``f`` of each head.
 
     It is ``f (t_i - o) + f (o - o') + f (o' - t_j)``, where ``o`` and ``o'`` are the numbers of the first tokens of the
-    blocks. The terms are a constant of the query, which does not change the weights, the level of the tile, and a small
-    number of the key.
+    blocks. The first term is a constant of the query, which does not change the weights. The second is the level of the
+    tile, the third a small number of the key.
     """
 
     def counted(self, config: KernelConfig, x: Inputs, side: int, step: int = 1):

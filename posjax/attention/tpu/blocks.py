@@ -55,19 +55,22 @@ def cheapest_forward(on: Target, x: Operands, running: bool = False) -> Blocks:
 
 
 def cheapest_backward(on: Target, x: Operands, running: bool = False) -> Blocks:
-    """The same for the backward kernel, for a call padded for the forward one; ``running`` for sums of gradients."""
+    """The same for the backward kernel, for a call padded for the forward kernel.
+
+    ``running`` if the kernel adds to earlier sums of gradients.
+    """
     return _cheapest(x, BACKWARD[on.name], divide, "k", partial(_backward_bytes, running=running), on.vmem)
 
 
 def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: int) -> Blocks:
     queries, keys = x.q.shape[3], x.k.shape[2]
 
-    def made(largest: Blocks) -> Blocks:
+    def fitted(largest: Blocks) -> Blocks:
         return made_to_fit(largest, queries, keys) if x.run is None else within(largest, x.run)
 
     def cost(measured: Blocks) -> float:
         """Cycles of a head: of its whole and masked tiles, by their area, and of its rows of tiles."""
-        blocks = made(measured)
+        blocks = fitted(measured)
         area = blocks.q * blocks.k / (measured.q * measured.k)
         share = getattr(blocks, outer) / getattr(measured, outer)
         q_blocks, k_blocks = -(-queries // blocks.q), -(-keys // blocks.k)
@@ -76,11 +79,11 @@ def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: i
         return area * (every * whole + (some - every) * masked) + share * row * (q_blocks if outer == "q" else k_blocks)
 
     sizes = [Blocks(*size) for size in table]
-    small = [size for size in sizes if memory(x, made(size)) <= vmem]
+    small = [size for size in sizes if memory(x, fitted(size)) <= vmem]
     chosen = min(small, key=cost) if small else min(sizes, key=lambda size: size.q * size.k)
-    while memory(x, made(chosen)) > vmem and min(chosen.q, chosen.k) >= 512:
+    while memory(x, fitted(chosen)) > vmem and min(chosen.q, chosen.k) >= 512:
         chosen = Blocks(chosen.q // 2, chosen.k // 2, min(chosen.part, chosen.q // 2))
-    return made(chosen)
+    return fitted(chosen)
 
 
 def _forward_bytes(x: Operands, blocks: Blocks, running: bool) -> float:
@@ -93,7 +96,7 @@ def _forward_bytes(x: Operands, blocks: Blocks, running: bool) -> float:
 
 
 def _backward_bytes(x: Operands, blocks: Blocks, running: bool) -> float:
-    """The same for the backward kernel."""
+    """Approximate fast memory of the backward kernel, from the same parts."""
     (q, k, part), pairs, narrow = blocks, len(x.pairs), x.q.dtype.itemsize
     size, value_size = pairs * x.q.shape[-1], x.v.shape[-1]
     buffers = 2 * narrow * (q + 2 * k) * (size + value_size) + 12 * q * size

@@ -38,16 +38,17 @@ class KernelConfig:
     """The static part of a call.
 
     Args:
-        heads: of the queries.
-        kv_heads: of the keys.
-        size: numbers of a query or a key.
-        value_size: numbers of a value.
-        tilings: those of the forward kernel, whose rows are blocks of queries, and of the backward kernel, of keys.
+        heads: query heads.
+        kv_heads: key heads.
+        size: the head size of queries and keys.
+        value_size: the head size of values.
+        tilings: those of the forward kernel, whose rows are blocks of queries, and of the backward kernel, whose rows
+            are blocks of keys.
         pattern: mask and branches without their arrays.
         ranged: whether the positions of the queries and of the keys are ranges.
         bias: a ``posjax.attention.tpu.biases.KernelBias``.
-        softcap: in base 2, or None.
-        factor: of the queries, ``log2 e`` included.
+        softcap: the soft cap in base 2, or None.
+        factor: the factor of the queries, ``log2 e`` included.
         bounded: whether the forward kernel uses a bound of the logits instead of their running maximum.
         spare: whether the matrix unit handles 128 more features than a head has in the same time. Then the number of a
             linear bias for each key, and the bound of each query, are appended as features for the product ``Q K^T``:
@@ -131,9 +132,10 @@ def work(config: KernelConfig, x: Inputs, of_q: int, of_v: int) -> pl.CostEstima
     """The cost estimate for XLA's scheduler, which hides transfers behind a kernel: half of all pairs, as if causal.
 
     Args:
-        config: of the call.
+        config: the static part of the call.
         x: the inputs.
-        of_q: number of matrix products over or into features of queries and keys; ``of_v``, of values.
+        of_q: number of matrix products over or into features of queries and keys.
+        of_v: the same for features of values.
     """
     pairs = x.q.shape[0] * config.heads * x.q.shape[3] * x.k.shape[3] // 2
     return pl.CostEstimate(

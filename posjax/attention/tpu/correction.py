@@ -20,8 +20,8 @@ _LARGEST_BLOCK = 2048
 @partial(jax.jit, static_argnums=0, static_argnames="interpret")
 def row_sums_of_heads(heads: int, d_out: jax.Array, out: jax.Array, *, interpret=False) -> jax.Array:
     """``D``, float32 ``[batch, heads, 1, queries]``, of two arrays in the layout of ``merge_heads``."""
-    batch, several, queries, columns = out.shape
-    size = columns * several // heads
+    batch, head_axis, queries, columns = out.shape
+    size = columns * head_axis // heads
     block = next(n for n in range(min(_LARGEST_BLOCK, queries), 0, -LANES) if queries % n == 0)
     varying = jax.typeof(out).manual_axis_type
     found = jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32, manual_axis_type=varying)

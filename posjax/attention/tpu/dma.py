@@ -41,7 +41,7 @@ class BiasArrays(NamedTuple):
 
 
 class KernelArrays(NamedTuple):
-    """Arguments of a kernel: arrays outside, references inside; None for those that it does not have."""
+    """Arguments of a kernel: arrays outside, references inside; None for arrays that it does not have."""
 
     visits: Any
     starts: Any
@@ -66,7 +66,7 @@ class KernelArrays(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Two slots for every array that is copied in; None for those that are not."""
+    """Two slots for every array that is copied in; None for arrays that are not copied."""
 
     q: Any
     k: Any
@@ -85,7 +85,7 @@ class Tile(NamedTuple):
 
 
 def at(index, size: int):
-    """The index along an axis whose size may be 1."""
+    """The index along an axis, which is 0 if the axis has size 1."""
     return index if size > 1 else 0
 
 
@@ -101,10 +101,10 @@ def block_spec(shape, axis: int | None = None, size: int | None = None, memory_s
 
 def feature_spec(shape: tuple[int, ...], size: int, block: int) -> pl.BlockSpec:
     """The block, in a grid step, of the features of all heads: the features of one head, ``[..., block, size]``."""
-    several, between = shape[1] > 1, shape[2:-2]
+    has_heads, between = shape[1] > 1, shape[2:-2]
 
     def index(b, h, i):
-        return b, h if several else 0, *[0] * len(between), i, 0 if several else h
+        return b, h if has_heads else 0, *[0] * len(between), i, 0 if has_heads else h
 
     return pl.BlockSpec((None, None, *between, block, size), index)
 

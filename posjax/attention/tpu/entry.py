@@ -33,10 +33,10 @@ class Options:
     """How the kernels run.
 
     Args:
-        factor: of the queries, ``log2 e`` included; 1 if they have been multiplied already.
+        factor: the factor of the queries, ``log2 e`` included; 1 if they have been multiplied already.
         blocks: the largest blocks of the forward and of the backward kernel; the cheapest on the chip when left out.
         bounded: whether a bound of the logits may replace their running maximum; the best for the chip when left out.
-        on: the chip; that of this machine when left out.
+        on: the chip; that of the mesh in use or of this machine when left out.
         interpret: ``pltpu.InterpretParams`` to run without a TPU.
     """
 
@@ -53,7 +53,7 @@ def attend(x: Operands, options: Options, so_far: tuple | None = None) -> tuple:
     Args:
         x: the operands.
         options: how the kernel runs.
-        so_far: output and log-sum-exp over other keys, in float32; the results of these keys are merged into them.
+        so_far: output and log-sum-exp over other keys, in float32; those of the keys of ``x`` are merged into them.
 
     Raises:
         ValueError: for calls that the kernels do not support, with the reason.
@@ -62,7 +62,7 @@ def attend(x: Operands, options: Options, so_far: tuple | None = None) -> tuple:
     rows = None if so_far is None else _rows(config, inputs, *so_far)
     # DMA copies index every axis of their source, so ``vmap`` runs the kernel for one element at a time.
     out, lse = sequential_vmap(partial(forward, config))(inputs, rows)
-    lse = _with_own(config, inputs, lse[:, :, 0], 0, 1) / LOG2E
+    lse = _with_query_constant(config, inputs, lse[:, :, 0], 0, 1) / LOG2E
     heads, queries = x.q.shape[1:3], x.q.shape[3]
     return split_heads(out, heads)[..., :queries, :], lse.reshape(-1, *heads, lse.shape[-1])[..., :queries]
 
@@ -70,8 +70,8 @@ def attend(x: Operands, options: Options, so_far: tuple | None = None) -> tuple:
 def _rows(config: KernelConfig, x: Inputs, out, lse) -> tuple:
     """Output and log-sum-exp so far in the form of the forward kernel."""
     more = x.q.shape[3] - lse.shape[-1]
-    own = _with_own(config, x, flat_heads(lengthen(lse, more, axis=3)) * LOG2E, 0, -1)
-    return merge_heads(lengthen(out, more, axis=3)), own[:, :, None]
+    kernel_lse = _with_query_constant(config, x, flat_heads(lengthen(lse, more, axis=3)) * LOG2E, 0, -1)
+    return merge_heads(lengthen(out, more, axis=3)), kernel_lse[:, :, None]
 
 
 def row_sums(a, b, dtype, interpret=False):
@@ -102,7 +102,7 @@ def gradients(x: Operands, per_query: PerQuery, options: Options, *, of_bias: bo
 def add_gradients(
     x: Operands, per_query: PerQuery, options: Options, so_far: tuple, *, of_bias: bool = True
 ) -> tuple[tuple, Operands]:
-    """Sums of gradients of scaled queries, of keys and of values, in float32, after adding those of these keys.
+    """Float32 sums of gradients of scaled queries, of keys and of values, after adding those from the keys of ``x``.
 
     Args:
         x: the operands, of one pair of features.
@@ -126,9 +126,9 @@ def _gradients(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tup
     """The results of the backward kernel, and cotangents of its inputs, 0 except for the bias."""
     d_out, *rows = lengthened_rows(per_query, x.q.shape[3])
     lse, correction, d_lse = map(flat_heads, rows)
-    lse = _with_own(config, x, lse * LOG2E, 1, -1)
-    known = PerQuery(merge_heads(d_out), lse[:, :, None], correction[:, :, None])
-    found = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, known, so_far)
+    lse = _with_query_constant(config, x, lse * LOG2E, 1, -1)
+    kernel_per_query = PerQuery(merge_heads(d_out), lse[:, :, None], correction[:, :, None])
+    found = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, kernel_per_query, so_far)
     zeros = jax.tree.map(no_gradient, x)
     bias = config.bias.gradients(x, found.bias, d_lse / LOG2E) if of_bias else {}
     return found, zeros._replace(bias=zeros.bias | bias)
@@ -188,9 +188,9 @@ def _prepared(x: Operands, options: Options, running: bool) -> tuple[Inputs, Ker
     bias = form_of(x).of(x, spare, blocks[1].q + blocks[1].k)
     of_queries, of_keys = (plan_tiles(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks)
     of_keys = of_keys.with_every_query
-    of_bias = bias.numbers(x, ahead)
+    bias_numbers = bias.numbers(x, ahead)
     bounded = on.wide if options.bounded is None else options.bounded
-    most = bias.most(x, of_bias) if bounded else None
+    most = bias.most(x, bias_numbers) if bounded else None
     pattern, numbers = _pattern(x)
     config = KernelConfig(
         heads=x.q.shape[1] * x.q.shape[2],
@@ -211,7 +211,7 @@ def _prepared(x: Operands, options: Options, running: bool) -> tuple[Inputs, Ker
         vmem=on.vmem,
         interpret=options.interpret,
     )
-    inputs = _inputs(x, starts, (lists(of_queries), lists(of_keys.transposed)), numbers, of_bias)
+    inputs = _inputs(x, starts, (lists(of_queries), lists(of_keys.transposed)), numbers, bias_numbers)
     return inputs if most is None else inputs._replace(bound=_bound(x, inputs.k, most)), config
 
 
@@ -227,11 +227,11 @@ def _pattern(x: Operands) -> tuple[Pattern, tuple]:
     formula, *numbers = dissect(x.mask)
     formulas = []
     for branch in x.remap:
-        where, *more = dissect(branch.mask)
-        formulas.append(where)
+        branch_formula, *more = dissect(branch.mask)
+        formulas.append(branch_formula)
         numbers = [a + b for a, b in zip(numbers, more, strict=True)]
     positions = ([] if isinstance(p, Range) else [p] for p in (x.q_positions, x.kv_positions))
-    rows = tuple(tuple(map(_row, own + found)) for own, found in zip(positions, numbers, strict=True))
+    rows = tuple(tuple(map(_row, position + of_masks)) for position, of_masks in zip(positions, numbers, strict=True))
     return Pattern(formula, tuple(formulas)), rows
 
 
@@ -262,7 +262,7 @@ def _bound(x: Operands, k, most):
     return jax.lax.stop_gradient(jnp.concatenate([of_heads, most], -1))[:, :, None]
 
 
-def _with_own(config: KernelConfig, x: Inputs, numbers, side: int, sign: int):
+def _with_query_constant(config: KernelConfig, x: Inputs, numbers, side: int, sign: int):
     """Numbers of the queries, plus (``sign`` 1) or minus the constant that the bias adds to all logits of a query."""
-    own = config.bias.of_queries(config, x, side)
-    return numbers if own is None else numbers + sign * own
+    constant = config.bias.of_queries(config, x, side)
+    return numbers if constant is None else numbers + sign * constant

@@ -36,8 +36,8 @@ LOWEST = -1e30
 """Initial running maximum: below every real logit but finite, so that a row without keys needs no special case."""
 
 _UP_BY = 2.0**-7
-_UP = 1 + _UP_BY
 """Twice the largest relative error of rounding to bfloat16."""
+_UP = 1 + _UP_BY
 
 SMALLEST = 2.0**-100
 """Least accepted sum of weights with a bound: weights that underflow, below ``2^-126``, are below ``2^-26`` of it."""
@@ -108,22 +108,22 @@ def _sweep(row: QueryRow, following, slot, *, bounded: bool) -> None:
     order = row.x.visits.order
 
     def visit(kind: Kind, n, _):
-        here, more = (slot + n) & 1, n + 1 < row.count
-        upcoming = jnp.where(more, order[0, jnp.where(more, n + 1, 0)], following)
+        current, has_next = (slot + n) & 1, n + 1 < row.count
+        upcoming = jnp.where(has_next, order[0, jnp.where(has_next, n + 1, 0)], following)
 
         @pl.when(upcoming >= 0)
         def _():
-            block = jnp.where(more, row.block, row.block + 1)
-            start(dataclasses.replace(row, block=block), upcoming, 1 - here)
+            block = jnp.where(has_next, row.block, row.block + 1)
+            start(dataclasses.replace(row, block=block), upcoming, 1 - current)
 
-        wait(row, kind, here)
-        _tile(row, Tile(kind, tile_of(order[0, n]), here), bounded=bounded)
+        wait(row, kind, current)
+        _tile(row, Tile(kind, tile_of(order[0, n]), current), bounded=bounded)
 
     walk(row, visit)
 
 
 def _settle(row: QueryRow, *, bounded: bool) -> None:
-    """The sums of the weights over all lanes, and the running maximum, as rows."""
+    """Writes the sums of the weights over all lanes, and the running maximum, as rows."""
     row.sums.totals[...] = terms.row(row.sums.total[...])
     if not bounded:
         row.sums.tops[...] = row.sums.highest[...].T[:1]
@@ -165,7 +165,7 @@ def _begin(row: QueryRow) -> None:
 
 
 def _resume(row: QueryRow, *, bounded: bool) -> None:
-    """The sums of other keys from their ``O`` and ``L``: with the maximum ``m``, ``2^(L - m)`` and ``O 2^(L - m)``.
+    """Initialises sums from other keys' ``O`` and ``L``: with the maximum ``m``, ``2^(L - m)`` and ``O 2^(L - m)``.
 
     A row without tiles uses no bound, because its sums might vanish under it.
     """
@@ -196,8 +196,8 @@ def _bound(row: QueryRow):
     if config.softcap is not None:
         return _rounded_up(jnp.full_like(row.sums.tops, config.softcap))
     lengths = [jnp.sqrt(_squares(q)) * numbers[0, n] for n, q in enumerate(_queries(row))]
-    bound, own = reduce(jnp.maximum, lengths) * _UP + numbers[0, len(lengths)], config.bias.own(row)
-    return _rounded_up(bound if own is None else bound - own)
+    bound, query_constant = reduce(jnp.maximum, lengths) * _UP + numbers[0, len(lengths)], config.bias.own(row)
+    return _rounded_up(bound if query_constant is None else bound - query_constant)
 
 
 def _rounded_up(x):
@@ -233,7 +233,7 @@ def _append_to_keys(row: QueryRow) -> None:
         return
     one = jnp.ones((1, row.blocks.k), jnp.float32)
     bias = row.config.bias
-    # The number is the same in every tile.
+    # The numbers are the same in every tile, so any tile will do.
     numbers = bias.of_keys(row, Tile(None, 0, 0)) if bias.in_features else jnp.zeros_like(one)
     rows = terms.columns([*terms.pieces(numbers), one]).astype(row.buffers.k.dtype)
     for slot in range(2):
@@ -275,8 +275,8 @@ def _logits(row: QueryRow, tile: Tile, first: int, level):
         seen, remapped_masks = config.pattern.on(
             *row.axes(tile, first), shape, masked=kind.masked, remap=len(found) > 1
         )
-        for other, where in zip(found[1:], remapped_masks, strict=True):
-            logits = jnp.where(where, other, logits)
+        for other, remapped in zip(found[1:], remapped_masks, strict=True):
+            logits = jnp.where(remapped, other, logits)
     logits = config.bias.add(row, tile, first, logits)
     if level is not None:
         logits = logits + level

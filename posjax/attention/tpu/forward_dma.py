@@ -13,7 +13,7 @@ from posjax.attention.tpu.terms import LANES
 
 
 class ForwardSums(NamedTuple):
-    """What a row of tiles accumulates, and what is computed once for it."""
+    """The sums of a row of tiles, and values that are computed once for the row."""
 
     highest: Any
     total: Any
@@ -62,7 +62,7 @@ def scratch(config: KernelConfig, x: KernelArrays) -> list:
 
 @dataclasses.dataclass(frozen=True)
 class QueryRow(TileRow):
-    """A block of queries over the keys. A step is the slot itself."""
+    """A block of queries over the keys. The ``step`` of a method is the slot itself."""
 
     side = 0
 

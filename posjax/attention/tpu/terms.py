@@ -75,8 +75,8 @@ def mask_refusal(mask: Mask | None) -> str | None:
 
 
 def _differs_between_heads(mask: Mask) -> bool:
-    here = np.zeros((1, 1), np.int32)
-    return type(mask).pairs is not Mask.pairs and np.ndim(mask.pairs(here, here)) > 2
+    position = np.zeros((1, 1), np.int32)
+    return type(mask).pairs is not Mask.pairs and np.ndim(mask.pairs(position, position)) > 2
 
 
 def _own_refusal(mask: Mask, function: Callable) -> str | None:
@@ -164,9 +164,10 @@ class Pattern(NamedTuple):
         """Whether each pair of a tile is allowed (None: all are), and the mask of each branch."""
         i, j = q.positions(shape), k.positions(shape)
         q_numbers, k_numbers = q.of_masks(shape), k.of_masks(shape)
-        # The mask reads its numbers even if it is not wanted, as those of the branches follow. Mosaic drops the rest.
+        # The mask takes its numbers from the iterators even if it is not wanted, because those of the branches follow.
+        # Mosaic removes its unused result.
         seen = None if self.mask is None else allowed(self.mask, i, j, q_numbers, k_numbers)
-        branches = [allowed(where, i, j, q_numbers, k_numbers) for where in self.branches] if remap else []
+        branches = [allowed(formula, i, j, q_numbers, k_numbers) for formula in self.branches] if remap else []
         return seen if masked else None, tuple(branches)
 
 

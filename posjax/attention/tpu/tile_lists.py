@@ -36,7 +36,7 @@ def lists(plan: TilePlan) -> Lists:
     kinds, grid = plan
     xp = np if isinstance(grid, np.ndarray) else jnp
     order, ends = visits(grid, len(kinds))
-    choices = np.array([0, *(max(0, _choice(kind)) for kind in kinds)])
+    choices = np.array([0, *map(_choice, kinds)])
     flags = (xp.asarray(choices)[grid] << _TILE_BITS) + _ends_of_columns(grid)
     entries = order + xp.take_along_axis(flags, order, axis=-1)
     first = xp.where(ends[..., -1:] > 0, entries[..., :1], -1)
@@ -53,7 +53,7 @@ def _ends_of_columns(grid):
 
 
 def _choice(kind: Kind) -> int:
-    """The pair of an entry: its number, or the number of pairs if all are needed."""
+    """The index of the pair of features that a kind needs; the number of pairs if it needs all."""
     return kind.pairs[0] if len(kind.pairs) == 1 else len(kind.pairs)
 
 
