@@ -79,7 +79,10 @@ def fixed_point(values: Float[Array, "*batch n"]) -> Frequencies:
 
 
 def as_frequencies(frequencies: Frequencies | np.ndarray | Float[Array, "*batch n"]) -> Frequencies:
-    """A NumPy array becomes exact on the host; a JAX array (traced, learned) keeps the float32 product."""
+    """The ``Frequencies`` of an array: exact for a NumPy array, without words for a JAX array (traced, learned).
+
+    Without words, angles are float32 products.
+    """
     if isinstance(frequencies, Frequencies):
         return frequencies
     if isinstance(frequencies, jax.Array):

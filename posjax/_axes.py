@@ -5,8 +5,8 @@ A registered dataclass names the axes of its arrays, by field:
     axes = {"q_gates": ("batch", "heads", "queries"), "kv_gates": ("batch", "heads", "keys")}
 
 Code that cuts arrays into tiles, pads them or shards them asks for an axis by its name. Names are ``"batch"``,
-``"heads"`` (those of the queries), ``"queries"`` and ``"keys"``; the arrays of ``posjax.attention.operands`` have
-``"kv_heads"``, ``"group"`` and ``"size"`` too.
+``"heads"`` (query heads), ``"queries"`` and ``"keys"``; the arrays of ``posjax.attention.operands`` also have
+``"kv_heads"``, ``"group"`` and ``"size"``.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,11 +29,12 @@ class WithAxes:
     """A dataclass, registered with JAX, that names the axes of its arrays."""
 
     axes: ClassVar[Mapping[str, Names]] = {}
-    """By field; a field without names is never cut. Positions and a scale may lack the first of these axes."""
+    """The names of the axes of each field's array. A field without names is never cut. Arrays of positions and
+    of a scale may lack the first of these axes."""
 
 
 def each(tree: Any, function: Callable[[Any, Names], Any], names: Names = ()) -> Any:
-    """The tree with ``function(array, names)`` in place of every array; a ``Range`` of positions counts as one.
+    """The tree with ``function(array, names)`` in place of every array; a ``Range`` of positions counts as an array.
 
     Args:
         tree: arrays, and ``WithAxes`` objects, which name the axes of their arrays.
@@ -56,7 +57,7 @@ def _each_field(owner: WithAxes, function: Callable) -> Any:
 
 
 def _fields(owner: WithAxes) -> tuple[list[tuple[str | None, Any]], Any]:
-    """The fields that JAX knows, by name if it knows the name, and the structure that rebuilds the owner."""
+    """The fields that JAX knows, as pairs of name (or None) and value, and the structure that rebuilds the owner."""
     fields, structure = jax.tree_util.tree_flatten_with_path(owner, is_leaf=lambda node: node is not owner)
     check(
         not fields or fields[0][1] is not owner,
@@ -79,7 +80,7 @@ def _aligned(array: Any, names: Names) -> Names:
 
 
 def names_of(tree: Any) -> list[Names]:
-    """The names of the axes of every leaf of a tree, in their order; none for the start of a range, if it is a leaf."""
+    """The names of the axes of every leaf of a tree, in leaf order; ``()`` for the start of a ``Range``."""
     found = []
 
     def note(array, names: Names):
@@ -124,7 +125,7 @@ def map_tokens(tree: Any, queries: Callable, keys: Callable, names: Names = ()) 
     """The tree with ``queries`` applied to every array over queries, and ``keys`` to every array over keys.
 
     Both are called as ``function(array, axis)``, with a negative axis. They are not called for a ``Range`` of
-    positions, and not for an axis of size 1 of an array over pairs. ``names``: the axes of a tree of plain arrays.
+    positions, and not for an axis of size 1 of an array over pairs. ``names``: the axis names for plain arrays.
     """
     functions = {"queries": queries, "keys": keys}
 

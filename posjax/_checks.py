@@ -22,9 +22,9 @@ _MOST = 16
 
 
 def shown(value: Any) -> str:
-    """A value in a message: an array by dtype and shape, a tree of arrays by type, a class by name.
+    """The text for a value in a message: dtype and shape of an array, type of a tree of arrays, name of a class.
 
-    Anything else by its repr, shortened.
+    For any other value it is the repr, shortened.
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -41,7 +41,7 @@ def shown(value: Any) -> str:
 def nearest(value: Any, known: Collection[str], listing: str = "") -> str:
     """The end of a message about an unknown name: the nearest known name, and all known names if they are few.
 
-    If they are many, it names a few near ones, and ``listing`` says where all are listed.
+    If there are many, the message has a few near ones, and ``listing`` says where all are listed.
     """
     close = get_close_matches(value, known, n=3, cutoff=0.4) if isinstance(value, str) else []
     near = get_close_matches(str(value), close, n=1)
@@ -85,7 +85,7 @@ def check_tokens(name: str, array: Any) -> None:
 
 
 def check_heads(name: str, array: Any) -> None:
-    """Raises unless ``array`` is ``[batch, length, heads, size]`` of a floating dtype, none of the last three 0."""
+    """Raises unless ``array`` is ``[batch, length, heads, size]`` of a floating dtype, no axis empty but the batch."""
     check_rank(name, array, 4, "[batch, length, heads, size]")
     check_float(name, array)
     for what, size in zip(("token", "head", "feature"), array.shape[1:], strict=True):
@@ -107,7 +107,7 @@ def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
 
 
 def _host(value: Any) -> str:
-    """The part of a message that says a number must not be an array, if one was found."""
+    """Words of a message that ask for a Python number, if the value found is a JAX array."""
     return ", a Python number known before tracing" if isinstance(value, jax.Array) else ""
 
 
@@ -135,21 +135,21 @@ def check_length(length: Any) -> None:
 
 
 def take(params: Mapping[str, Any] | None, spec: Any, **shapes: tuple[int | str, ...]) -> tuple[Any, ...]:
-    """The named parameters of a spec in the order of ``shapes``, where an axis of any size has a name.
+    """The named parameters of a spec, in the order of ``shapes``; a string in a shape stands for any size.
 
     Raises:
-        ValueError: if one is missing or has another shape.
+        ValueError: if a parameter is missing or has another shape.
     """
-    names, made = ", ".join(map(repr, shapes)), f"{type(spec).__name__}(...).init makes them"
-    check(set(shapes) <= set(params or {}), f"params must hold {names}: {made}")
+    names, hint = ", ".join(map(repr, shapes)), f"{type(spec).__name__}(...).init makes them"
+    check(set(shapes) <= set(params or {}), f"params must hold {names}: {hint}")
     for name, shape in shapes.items():
         found = params[name].shape
-        check(_fits(found, shape), f"{name} must have shape {shape}, found {found}: {made}")
+        check(_fits(found, shape), f"{name} must have shape {shape}, found {found}: {hint}")
     return tuple(params[name] for name in shapes)
 
 
 def _fits(found: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
-    """Whether a shape is the wanted one, in which a name stands for any size."""
+    """Whether a shape fits ``wanted``, in which a string stands for any size."""
     return len(found) == len(wanted) and all(isinstance(b, str) or a == b for a, b in zip(found, wanted, strict=True))
 
 

@@ -1,8 +1,8 @@
-"""Functions whose implementation is chosen, and traced, when a program is lowered, for its platform only.
+"""Functions whose implementation is chosen and traced when a program is lowered, only for the program's platform.
 
 ``jax.lax.platform_dependent`` traces an implementation for every platform into every program. Here one JAX primitive
-represents all of them until the platform is known. ``vmap``, differentiation and transposition of it give the same
-primitive with another function.
+represents all of them until the platform is known. ``vmap``, differentiation and transposition of this primitive give
+the same primitive with another function.
 
 A function is traced late, so anything it reads besides its arguments is read when the program is lowered. Therefore the
 JAX settings it depends on are stored (``Form.settings``), and NumPy arrays are copied.
@@ -33,7 +33,7 @@ class Lowered:
 
     @property
     def linear(self) -> int:
-        """How many of the last arguments it is linear in."""
+        """The number of last arguments in which the function is linear."""
         return 0
 
     def types(self, *arrays: Array) -> Sequence[Array]:
@@ -45,40 +45,46 @@ class Lowered:
         raise NotImplementedError
 
     def differentiated(self, primals: tuple, tangents: tuple) -> tuple[Sequence[Array], Sequence[Array]]:
-        """Results, and their tangents; a tangent is None where the argument has none."""
+        """The results and their tangents; ``tangents`` has None for every argument without a tangent."""
         which = tuple(tangent is not None for tangent in tangents)
-        moved = [tangent for tangent in tangents if tangent is not None]
-        return run(self, *primals), run(Derivative(self, which), *primals, *moved)
+        nonzero = [tangent for tangent in tangents if tangent is not None]
+        return run(self, *primals), run(Derivative(self, which), *primals, *nonzero)
 
     def transposed(self, constants: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
-        """The cotangents of the last arguments, in which it is linear."""
+        """The cotangents of the last arguments, in which the function is linear."""
         raise ValueError("attention is not linear in its arguments, so it has no transpose; use jax.vjp for gradients")
 
 
 @dataclass(frozen=True)
 class Derivative(Lowered):
-    """The tangents of a function's results: a function of its arguments and of the tangents that ``which`` names."""
+    """The function that computes the tangents of another function's results.
+
+    Its arguments are those of the other function, and then the tangents of the arguments that ``which`` marks.
+    """
 
     function: Lowered
     which: tuple[bool, ...]
 
     @property
     def linear(self) -> int:
-        """The tangents."""
+        """The number of tangents among the arguments."""
         return sum(self.which)
 
     def types(self, *arrays):
-        """Those of the results."""
+        """Arrays with the types of the tangents, which are the types of the results."""
         return self.function.types(*arrays[: len(self.which)])
 
     def on(self, platform, *arrays):
-        """By ``jax.jvp``."""
-        primals, moved = arrays[: len(self.which)], iter(arrays[len(self.which) :])
-        tangents = [next(moved) if own else zero_tangent(x) for own, x in zip(self.which, primals, strict=True)]
+        """The tangents, from ``jax.jvp`` of the implementation that runs anywhere."""
+        primals, nonzero = arrays[: len(self.which)], iter(arrays[len(self.which) :])
+        tangents = [
+            next(nonzero) if has_tangent else zero_tangent(x)
+            for has_tangent, x in zip(self.which, primals, strict=True)
+        ]
         return jax.jvp(functools.partial(self.function.on, ""), primals, tuple(tangents))[1]
 
     def transposed(self, constants, cotangents):
-        """Not possible: it runs through loops whose lengths are not known when tracing."""
+        """Raises ValueError: its loops have lengths that are not known when tracing, and JAX cannot transpose them."""
         raise ValueError(
             "attention: a second derivative in reverse mode (reverse over reverse, reverse over forward) needs "
             "implementation='dense'; forward over reverse, as in jax.jvp(jax.grad(f), ...), works at every size"
@@ -87,34 +93,34 @@ class Derivative(Lowered):
 
 @dataclass(frozen=True)
 class Mapped(Lowered):
-    """A function under ``vmap``, along the given axes of its arguments and the first one of its results."""
+    """A function under ``vmap``: over the given axes of its arguments, and over the first axis of its results."""
 
     function: Lowered
     axes: tuple[int | None, ...]
 
     @property
     def linear(self) -> int:
-        """As the function."""
+        """The number of last arguments in which the mapped function is linear."""
         return self.function.linear
 
     def types(self, *arrays):
-        """Those of the function, mapped."""
+        """Arrays with the types of the mapped function's results."""
         return jax.vmap(self.function.types, self.axes)(*arrays)
 
     def on(self, platform, *arrays):
-        """The function, mapped."""
+        """The results of the mapped function."""
         return jax.vmap(functools.partial(self.function.on, platform), self.axes)(*arrays)
 
     def differentiated(self, primals, tangents):
-        """Those of the function, mapped."""
+        """The results and tangents of the mapped function."""
         return jax.vmap(self.function.differentiated, (self.axes, self.axes))(primals, tangents)
 
     def transposed(self, constants, cotangents):
-        """Those of the function, mapped, and summed for arguments that all rows share."""
+        """The cotangents of the mapped function, summed over the rows for arguments that all rows share."""
         axes = self.axes[: len(constants)], 0
-        found = jax.vmap(self.function.transposed, axes)(constants, cotangents)
-        moved = zip(found, self.axes[len(constants) :], strict=True)
-        return [x.sum(0) if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in moved]
+        mapped = jax.vmap(self.function.transposed, axes)(constants, cotangents)
+        with_axes = zip(mapped, self.axes[len(constants) :], strict=True)
+        return [x.sum(0) if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in with_axes]
 
 
 _lowered_p = Primitive("posjax")
@@ -122,7 +128,7 @@ _lowered_p.multiple_results = True
 
 
 def run(function: Lowered, *arrays: Array) -> list[Array]:
-    """The results of a function, by its implementation for the platform of the program."""
+    """The results of a function, computed by its implementation for the platform of the program."""
     return _lowered_p.bind(*arrays, function=function)
 
 
@@ -150,19 +156,22 @@ def _mapped(arrays, axes, *, function: Lowered) -> tuple:
 
 
 def _differentiated(primals, tangents, *, function: Lowered) -> tuple:
-    known, moved = len(primals) - function.linear, [None if type(t) is ad.Zero else t for t in tangents]
-    if function.linear and all(tangent is None for tangent in moved[:known]):
-        filled = [zero_tangent(x) if t is None else t for x, t in zip(primals[known:], moved[known:], strict=True)]
-        return run(function, *primals), run(function, *primals[:known], *filled)
-    return function.differentiated(tuple(primals), tuple(moved))
+    first_linear, tangents = len(primals) - function.linear, [None if type(t) is ad.Zero else t for t in tangents]
+    if function.linear and all(tangent is None for tangent in tangents[:first_linear]):
+        filled = [
+            zero_tangent(x) if t is None else t
+            for x, t in zip(primals[first_linear:], tangents[first_linear:], strict=True)
+        ]
+        return run(function, *primals), run(function, *primals[:first_linear], *filled)
+    return function.differentiated(tuple(primals), tuple(tangents))
 
 
 def _transposed(cotangents, *arrays, function: Lowered) -> list:
-    known = len(arrays) - function.linear
-    constants, last = arrays[:known], arrays[known:]
+    first_linear = len(arrays) - function.linear
+    constants, last = arrays[:first_linear], arrays[first_linear:]
     cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
     found = function.transposed(constants, cotangents)
-    return [None] * known + [x if ad.is_undefined_primal(y) else None for x, y in zip(found, last, strict=True)]
+    return [None] * first_linear + [x if ad.is_undefined_primal(y) else None for x, y in zip(found, last, strict=True)]
 
 
 _lowered_p.def_impl(_eager)
@@ -176,13 +185,13 @@ ad.primitive_transposes[_lowered_p] = _transposed
 
 
 def mesh_of_types(*arrays: Array) -> AbstractMesh:
-    """The mesh in the types of arrays."""
+    """The mesh in the types of the arrays: the first mesh that is not empty, if there is one."""
     meshes = [jax.typeof(array).sharding.mesh for array in arrays]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
 def split_by_compiler(*arrays: Array) -> list[str]:
-    """The mesh axes of arrays outside any ``shard_map``: a kernel cannot run on arrays split along them."""
+    """The mesh axes outside any ``shard_map``: a kernel cannot run on arrays that the compiler shards over them."""
     mesh = mesh_of_types(*arrays)
     axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     return axes if mesh.size > 1 or mesh.manual_axes else []
@@ -242,11 +251,11 @@ class Form:
     def of(tree: Any, unique: bool = False) -> tuple[Form, list[Array]]:
         """The form of a tree, and the arrays that were taken out; a ``unique`` form equals no other."""
         leaves, structure = jax.tree.flatten(tree)
-        taken = [isinstance(leaf, jax.Array) for leaf in leaves]
-        known = tuple(None if own else _Known(leaf) for own, leaf in zip(taken, leaves, strict=True))
+        are_arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
+        known = tuple(None if is_array else _Known(leaf) for is_array, leaf in zip(are_arrays, leaves, strict=True))
         settings = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
         form = Form(structure, known, settings, object() if unique else None)
-        return form, [leaf for own, leaf in zip(taken, leaves, strict=True) if own]
+        return form, [leaf for is_array, leaf in zip(are_arrays, leaves, strict=True) if is_array]
 
     def filled(self, arrays: Sequence[Array]) -> Any:
         """The tree with these arrays in place of those that were taken out."""

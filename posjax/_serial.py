@@ -1,6 +1,6 @@
 """Static parts of the library's pytrees as text, for programs that ``jax.export`` writes to bytes.
 
-The text is JSON: numbers, strings and None as they are, tuples as lists, frozen dataclasses (specs) by name and fields.
+The text is JSON: numbers, strings and None unchanged, tuples as lists, frozen dataclasses (specs) by name and fields.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def register(*classes: type) -> None:
 
 
 def below(cls: type) -> Iterator[type]:
-    """Every dataclass of the library that is a subclass of a class."""
+    """Every dataclass of the library that is a subclass of ``cls``."""
     for derived in cls.__subclasses__():
         if "__dataclass_fields__" in vars(derived) and derived.__module__.startswith("posjax."):
             yield derived

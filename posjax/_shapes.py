@@ -28,7 +28,7 @@ def joined(x: Array, axis: int) -> Array:
 
 
 def zeros_at(hidden: Bool[Array, "batch tokens"], x: Array, rows: int = 0, tokens: int = 1) -> Array:
-    """``x`` with zeros for the hidden tokens; ``rows`` and ``tokens`` are its axes of the batch and of the tokens."""
+    """``x`` with zeros for the hidden tokens; ``rows`` is the batch axis of ``x`` and ``tokens`` its token axis."""
     others = [axis for axis in range(x.ndim) if axis not in (rows, tokens)]
     hidden = jnp.expand_dims(hidden if rows < tokens else hidden.T, others)
     return jnp.where(hidden, jnp.zeros((), x.dtype), x)

@@ -16,8 +16,8 @@ class OverPairs(WithAxes):
     """A value over (query, key) pairs: the base class of biases and masks.
 
     It is evaluated tile by tile, for the positions of a tile. Its arrays are cut to the tile, to batch rows and heads,
-    and to the tokens of a device as their ``axes`` say: for each field, the names of its array's axes, each of
-    ``"batch"``, ``"heads"``, ``"queries"`` and ``"keys"``, or None for an axis that is never cut.
+    and to the tokens of a device. ``axes`` says along which axes: it has a name for each axis of a field's array,
+    ``"batch"``, ``"heads"``, ``"queries"`` or ``"keys"``, or None for an axis that is never cut.
     """
 
     reads_positions: ClassVar[bool] = True
@@ -38,10 +38,10 @@ class OverPairs(WithAxes):
 
     @property
     def differs_between_heads(self) -> bool:
-        """Whether a tile of it has several heads."""
-        here = jnp.zeros(1, jnp.int32)
+        """Whether a tile has several heads."""
+        position = jnp.zeros(1, jnp.int32)
         one = narrowed(self, queries=(0, 1), keys=(0, 1))
-        shape = jax.eval_shape(lambda: one._tile(here, here)).shape
+        shape = jax.eval_shape(lambda: one._tile(position, position)).shape
         return len(shape) > 2 and shape[-3] > 1
 
     def _tile(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Array:
@@ -83,7 +83,7 @@ class OfPairs(OverPairs):
 
     array: Array
     name: ClassVar[str]
-    """The argument of ``attention`` that it is passed as."""
+    """The name of the argument of ``attention`` that takes this value."""
 
     axes: ClassVar = {"array": ("batch", "heads", "queries", "keys")}
     reads_positions: ClassVar[bool] = False
@@ -111,7 +111,7 @@ class OfPairs(OverPairs):
 
 @dataclasses.dataclass(frozen=True)
 class OfSomeHeads(OverPairs):
-    """The ``size`` heads from ``start`` of a ``whole`` that has no axis of heads to cut.
+    """The ``size`` heads from ``start`` of a value ``whole`` that has no axis of heads to cut.
 
     All heads are computed, then these are selected. This is correct for any axes of the arrays.
     """
@@ -121,7 +121,7 @@ class OfSomeHeads(OverPairs):
     size: int = dataclasses.field(metadata={"static": True})
 
     def kept(self, tile):
-        """These heads of a tile ``[..., heads, q, k]``; all of it if the heads do not differ."""
+        """These heads of a tile ``[..., heads, q, k]``; the whole tile if the heads do not differ."""
         if tile.ndim < 3 or tile.shape[-3] == 1:
             return tile
         return jax.lax.dynamic_slice_in_dim(jnp.asarray(tile), self.start, self.size, axis=tile.ndim - 3)
@@ -152,12 +152,12 @@ def check_registered(value: Any) -> None:
 
 
 def with_head_axis(positions: Int[Array, "*b n"]) -> Int[Array, "*b n"]:
-    """``[n]`` as it is, ``[batch, n]`` as ``[batch, 1, n]``: the form in which masks and biases take positions."""
+    """Positions as masks and biases take them: ``[n]`` unchanged, ``[batch, n]`` as ``[batch, 1, n]``."""
     return positions if positions.ndim == 1 else positions[:, None, :]
 
 
 class Features:
-    """The feature slot: a map of every query, key and, rarely, value and output, which reads only its own position.
+    """The feature slot: maps of every query, key and, rarely, value and output. Each reads only its token's position.
 
     ``score(i, j) = phi(q_i, p_i) . psi(k_j, p_j)``. A subclass is a frozen, hashable dataclass. ``positions`` are
     integers ``[length]`` or ``[batch, length]``, a ``Range``, or coordinates with a further axis for methods that have
@@ -171,7 +171,7 @@ class Features:
     widths: tuple[float, float] = (1.0, 1.0)
     """Widths of the query and key projections, as shares of a head."""
     cached: str = "rotated"
-    """What a cache should hold: ``psi`` (``"rotated"``), or its input if that is narrower."""
+    """What a cache should hold: ``psi`` (``"rotated"``), or the input of ``psi`` if that is narrower."""
     one_sided: str | None = None
     """None for a method that fits bidirectional attention too; otherwise why not, or the option that makes it fit."""
 
@@ -202,7 +202,7 @@ class Features:
 
     @property
     def own_head_dim(self) -> int | None:
-        """The only size of a head that its rule is made for, or None."""
+        """The only head size that the frequency rule is made for; None if it is made for any size."""
         return None if self.frequencies is None else self.frequencies.head_dim
 
     def decay(self, head_dim: int) -> Float[Array, "size"] | None:
@@ -214,7 +214,7 @@ class Features:
         return {} if self.frequencies is None else self.frequencies.init(key, head_dim)
 
     def heads(self, params, which: Int[Array, "kv_heads"]):
-        """The parameters of some key heads, by their numbers; most methods have the same for all."""
+        """The parameters of the key heads with the indices ``which``; most methods have the same for all heads."""
         return params
 
     def query_size(self, head_dim: int) -> int:
@@ -230,7 +230,7 @@ class Features:
         return int(key_size / self.widths[1])
 
     def compact(self, k):
-        """The form of a key that a cache stores if it cannot store ``psi``."""
+        """The form of a key that a cache stores if it does not store ``psi``."""
         return k
 
     def query(self, params, q, positions, *, head_dim: int, length=None):
@@ -243,8 +243,8 @@ class Features:
 
     def __call__(self, q, k, *, q_positions, kv_positions, head_dim: int, length=None, params=None):
         """``(phi, psi)`` of the raw projections."""
-        where = {"head_dim": head_dim, "length": length}
-        return self.query(params, q, q_positions, **where), self.key(params, k, kv_positions, **where)
+        sizes = {"head_dim": head_dim, "length": length}
+        return self.query(params, q, q_positions, **sizes), self.key(params, k, kv_positions, **sizes)
 
     def value(self, params, v, positions, *, head_dim: int, length=None):
         """A map of the values ``[batch, length, kv_heads, value_size]``; most methods have none."""

@@ -29,7 +29,7 @@ def sinusoidal(
 ) -> Float[Array, "*batch length model_dim"]:
     """Sines and cosines of ``position * frequency_t``, t = 0 .. model_dim/2 - 1; float32, values in [-1, 1].
 
-    convention: three are in use, and a checkpoint works only with its own.
+    convention: three conventions are in use, and a checkpoint works only with its own.
         ``"interleaved"``: frequency base^(-2t/D); features sin_0, cos_0, sin_1, cos_1, ... ("Attention is all you
         need", arXiv:1706.03762, section 3.5).
         ``"concatenated"``: the same frequencies; all sines, then all cosines (GPT-J, RoFormer, DeepMind).
@@ -164,7 +164,7 @@ class Learned:
 
     @property
     def reach(self) -> int:
-        """How many positions it encodes."""
+        """The number of positions that it encodes."""
         return self.max_length
 
     def init(self, key: Array, model_dim: int) -> dict[str, Float[Array, "max_length model_dim"]]:
@@ -196,7 +196,7 @@ class Hierarchical(Learned):
 
     @property
     def reach(self) -> int:
-        """How many positions it encodes: ``max_length^2``."""
+        """The number of positions that it encodes: ``max_length^2``."""
         return self.max_length**2
 
     def __post_init__(self):

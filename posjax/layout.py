@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """Pieces of every shard: runs of consecutive tokens, or all its tokens if striped."""
+        """The number of pieces of a shard: runs of consecutive tokens; a striped shard is one piece."""
         return 2 if self.kind == "zigzag" else 1
 
     def check(self, length: int) -> None:
@@ -63,7 +63,10 @@ class Layout:
         )
 
     def order(self, length: int) -> Int[np.ndarray, "length"]:
-        """The original index of each token in the new order, int32; shard r has ``[r length/n, (r + 1) length/n)``."""
+        """The original index of each token in the new order, int32.
+
+        Shard r holds the entries ``[r length/n, (r + 1) length/n)``.
+        """
         self.check(length)
         index = np.arange(length, dtype=np.int32)
         if self.kind == "striped":
@@ -112,7 +115,7 @@ class Layout:
 
         Args:
             length: tokens of the whole sequence.
-            shard: its number, which may be traced (``jax.lax.axis_index``).
+            shard: the index of the shard, which may be traced (``jax.lax.axis_index``).
         """
         self.check(length)
         return tuple(self.piece(length, shard, n) for n in range(self.chunks))

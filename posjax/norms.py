@@ -4,7 +4,7 @@ The functions keep shapes and dtypes. The specs share one protocol:
 
 * ``spec.init(key, head_dim)`` makes the learned parameters, ``{}`` if there are none;
 * ``spec.apply(params, q, k)`` returns the normalised queries and keys;
-* ``spec.commutes_with_rotation`` says whether it may also come after a rotation.
+* ``spec.commutes_with_rotation`` says whether the norm may also come after a rotation.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def qk_norm(
 
 
 class _OfQueriesAndKeys:
-    """A norm without learned parameters, which commutes with a rotation."""
+    """The base of the norms: by default without learned parameters, and commuting with a rotation."""
 
     eps: float
     commutes_with_rotation = True
@@ -109,8 +109,8 @@ class QKNorm(_OfQueriesAndKeys):
 
     def init(self, key: Array, head_dim: int) -> dict[str, Float[Array, "size"]]:
         """``{"q": [size], "k": [size]}`` of ones (zeros with ``unit_offset``), float32; ``{}`` without gain."""
-        first = 0.0 if self.unit_offset else 1.0
-        return {name: jnp.full(head_dim, first, jnp.float32) for name in ("q", "k")} if self.gain else {}
+        initial = 0.0 if self.unit_offset else 1.0
+        return {name: jnp.full(head_dim, initial, jnp.float32) for name in ("q", "k")} if self.gain else {}
 
     def apply(self, params, q, k):
         """``qk_norm(q, k, gains)``, shapes and dtypes kept.

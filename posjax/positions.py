@@ -110,9 +110,9 @@ def difference(i: Int[Array, "*b"], j: Int[Array, "*b"]) -> Int[Array, "*b"]:
     The smallest int32 is left out because its absolute value does not fit.
     """
     wrapped = i - j
-    # It wrapped if the signs of i and j differ and its own sign is not that of i.
-    beyond = ((i ^ j) & (i ^ wrapped)) < 0
-    return jnp.maximum(jnp.where(beyond, (i >> 31) ^ _INT32.max, wrapped), -_INT32.max)
+    # The difference wrapped if the signs of i and j differ and it does not have the sign of i.
+    overflows = ((i ^ j) & (i ^ wrapped)) < 0
+    return jnp.maximum(jnp.where(overflows, (i >> 31) ^ _INT32.max, wrapped), -_INT32.max)
 
 
 def arange(length: int, offset: int | Int[Array, "*batch"] = 0) -> Int[Array, "*batch length"]:

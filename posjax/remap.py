@@ -1,9 +1,9 @@
 """Distance remapping: pairs beyond a boundary are scored by a second pair of feature maps.
 
-Methods such as ReRoPE score near pairs by their true distance and distant pairs, the remapped ones, by another distance
-that the model has seen in training. Both scores are inner products of features, so each is a ``Branch``: other queries
-and keys, and the pairs that use them. An attention backend computes, for each tile, only the branches that some of its
-pairs use.
+Methods such as ReRoPE score near pairs by their true distance. Distant pairs are remapped: they are scored by another
+distance that the model has seen in training. Both scores are inner products of features, so a remapped score is a
+``Branch``: another pair of features, and a mask of the pairs that use it. An attention backend computes, for each tile,
+only the branches that some of its pairs use.
 
 A method is a frozen dataclass, a ``Remap``. With ``r = i - j`` the distances that replace ``r`` are
 
@@ -14,9 +14,9 @@ A method is a frozen dataclass, a ``Remap``. With ``r = i - j`` the distances th
     StreamingLLM    by index in a rolling cache: r in the window, min(i, first + recent - 1) - j for the first tokens
     DualChunk       i mod s - j mod s within a chunk, then s + i mod s - j mod s up to c - 1 - j mod s
 
-They are for causal attention: no source defines distances ahead of the query. All are applied to a trained model
-(except InvLeaky, which trains a model for plain RoPE) and have no parameters. A cache must hold unrotated keys, except
-for DualChunk, whose keys have one rotation.
+All methods are for causal attention: no source defines distances ahead of the query. They are applied to a trained
+model (except InvLeaky, which trains a model for plain RoPE) and have no parameters. A cache must hold unrotated keys,
+except for DualChunk, whose keys have one rotation.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Branch:
     Args:
         q: ``[batch, queries, heads, size]``, as wide as the first pair.
         k: ``[batch, keys, kv_heads, size]``.
-        where: a mask over pairs of positions.
+        mask: a mask over pairs of positions.
     """
 
     q: Float[Array, "batch queries heads size"]
@@ -54,7 +54,7 @@ class Branch:
 
 
 def branches(remap: Any) -> tuple[Branch, ...]:
-    """One branch, or several, as a tuple. Raises ValueError for anything else."""
+    """The branches of ``remap``, one or several, as a tuple. Raises ValueError for anything else."""
     found = (remap,) if isinstance(remap, Branch) else remap
     fits = isinstance(found, Sequence) and all(isinstance(branch, Branch) for branch in found)
     check(fits, f"remap must be a posjax.remap.Branch or several, found {shown(remap)}")
@@ -62,7 +62,7 @@ def branches(remap: Any) -> tuple[Branch, ...]:
 
 
 class Remap:
-    """The remap slot of a scheme: which distance remapped pairs get. A subclass is a frozen, hashable dataclass."""
+    """The remap slot of a scheme: the distances of remapped pairs. A subclass is a frozen, hashable dataclass."""
 
     shift_invariant: ClassVar[bool] = True
     one_sided: ClassVar[str] = "remapped distances are defined for keys behind the query: causal attention only"
@@ -119,10 +119,10 @@ class Remap:
             ValueError: for features without positions; see ``check``.
         """
         self.check(features)
-        given = {"params": params, "head_dim": head_dim, "length": length}
-        phi, psi = features(q, k, q_positions=q_positions, kv_positions=kv_positions, **given)
-        i, j, where = self._remapped(as_array(q_positions), as_array(kv_positions))
-        return phi, psi, (Branch(*features(q, k, q_positions=i, kv_positions=j, **given), where),)
+        shared = {"params": params, "head_dim": head_dim, "length": length}
+        phi, psi = features(q, k, q_positions=q_positions, kv_positions=kv_positions, **shared)
+        i, j, mask = self._remapped(as_array(q_positions), as_array(kv_positions))
+        return phi, psi, (Branch(*features(q, k, q_positions=i, kv_positions=j, **shared), mask),)
 
     def _remapped(self, i: Int[Array, "*b q"], j: Int[Array, "*b k"]) -> tuple[Array, Array, Mask]:
         """The positions that remapped queries and keys get, and which pairs are remapped."""
@@ -176,7 +176,7 @@ class LeakyReRoPE(Remap):
         check(abs(self._shift) < 2**31, f"factor times window must fit in int32, found {self.factor} and {self.window}")
 
     def check(self, features):
-        """As ``Remap.check``; the features must also have a frequency rule that can be stretched."""
+        """Same as ``Remap.check``; the features must also have a frequency rule that can be stretched."""
         super().check(features)
         check(
             isinstance(features.frequencies, FrequencyRule),
@@ -185,14 +185,14 @@ class LeakyReRoPE(Remap):
         dataclasses.replace(features, frequencies=Stretched(features.frequencies, self.factor))
 
     def branches(self, features, params, q, k, q_positions, kv_positions, *, head_dim, length=None):
-        """As ``Remap.branches``; remapped queries are shifted by ``w (k - 1)`` positions, possibly beyond int32."""
+        """See ``Remap.branches``. Remapped queries are shifted by ``w (k - 1)`` positions, possibly beyond int32."""
         self.check(features)
-        where = {"head_dim": head_dim, "length": length}
-        near = features(q, k, q_positions=q_positions, kv_positions=kv_positions, params=params, **where)
+        sizes = {"head_dim": head_dim, "length": length}
+        near = features(q, k, q_positions=q_positions, kv_positions=kv_positions, params=params, **sizes)
         rule = features.frequencies
         queries = dataclasses.replace(features, frequencies=Ahead(rule, self.factor, self._shift))
         keys = dataclasses.replace(features, frequencies=Stretched(rule, self.factor))
-        phi, psi = queries.query(params, q, q_positions, **where), keys.key(params, k, kv_positions, **where)
+        phi, psi = queries.query(params, q, q_positions, **sizes), keys.key(params, k, kv_positions, **sizes)
         return *near, (Branch(phi, psi, Beyond(self.window)),)
 
     @property
@@ -283,8 +283,8 @@ class StreamingLLM(Remap):
     """Positions in a rolling cache of the first and the last tokens (arXiv 2309.17453).
 
     Tokens of the window keep their true distance. For a first token ``j`` the key has position ``j`` and the query
-    ``min(i, first + recent - 1)``, the last one of the cache. Up to ``first + recent`` tokens the method has no effect,
-    and it never lengthens the context that a model uses. A bias still reads true distances.
+    ``min(i, first + recent - 1)``, the last position of the cache. Up to ``first + recent`` tokens the method has no
+    effect, and it never lengthens the context that a model uses. A bias still reads true distances.
 
     Args:
         first: how many first tokens; 4 in the paper.
@@ -341,14 +341,14 @@ class DualChunk(Remap):
         check(fits, f"chunk must be at least half of length={self.length} and below it, found {self.chunk}")
 
     def branches(self, features, params, q, k, q_positions, kv_positions, *, head_dim, length=None):
-        """Features within a chunk, and branches for the chunk before and for older chunks; see ``Remap.branches``."""
+        """Features within a chunk, and branches for the previous chunk and for older ones; see ``Remap.branches``."""
         self.check(features)
-        where = {"head_dim": head_dim, "length": length}
+        sizes = {"head_dim": head_dim, "length": length}
         inside = as_array(q_positions) % self.chunk
         last = jnp.full_like(inside, self.length - 1)
         own, before, older = (
-            features.query(params, q, at, **where) for at in (inside, jnp.minimum(inside + self.chunk, last), last)
+            features.query(params, q, at, **sizes) for at in (inside, jnp.minimum(inside + self.chunk, last), last)
         )
-        psi = features.key(params, k, as_array(kv_positions) % self.chunk, **where)
+        psi = features.key(params, k, as_array(kv_positions) % self.chunk, **sizes)
         previous, rest = ChunksApart(self.chunk, 1, 1), ChunksApart(self.chunk, 2)
         return own, psi, (Branch(before, psi, previous), Branch(older, psi, rest))

@@ -12,8 +12,8 @@ The functions return one factor per query, float32. The specs share one protocol
   ``[batch, length, heads]``;
 * ``spec.shift_invariant`` says whether shifting all positions by a constant leaves the factor unchanged.
 
-``visible`` is the number of keys that the mask lets each query see, including itself: a count, not a position. Under
-a causal mask over an unpadded, unpacked sequence it is the index of the query plus one.
+``visible`` is the number of keys that the mask lets each query see, its own included: a count, not a position. Under a
+causal mask over an unpadded, unpacked sequence it is the index of the query plus one.
 """
 
 import dataclasses
@@ -210,7 +210,7 @@ class _Fixed:
 
 
 class _OfCount(_Fixed):
-    """Reads the number of visible keys and no position. The factor is ``[..., length, 1]``."""
+    """A scale that reads the number of visible keys and no position. The factor is ``[..., length, 1]``."""
 
     shift_invariant = True
 
@@ -220,7 +220,7 @@ class _OfCount(_Fixed):
 
 
 class _OfPosition(_Fixed):
-    """Reads the position itself. The factor is ``[..., length, 1]``."""
+    """A scale that reads the position of the query. The factor is ``[..., length, 1]``."""
 
     shift_invariant = False
 
@@ -230,13 +230,13 @@ class _OfPosition(_Fixed):
 
 
 class _OneFactor(_Fixed):
-    """One number for all queries. The factor is ``[1, 1]``."""
+    """A scale that is one number for all queries. The factor is ``[1, 1]``."""
 
     shift_invariant = True
     value: float
 
     def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "1 1"]:
-        """The constant."""
+        """``value``, float32."""
         return jnp.full((1, 1), self.value, jnp.float32)
 
 

@@ -1,8 +1,8 @@
-"""Rules that draw positions for training, and give those for evaluation: randomised, equal-mean, CLEX and PoSE.
+"""Rules that draw the positions for training and give those for evaluation: randomised, equal-mean, CLEX and PoSE.
 
-A model that has seen only the positions 0 .. N - 1 has not learned larger ones. These rules show it larger positions on
-rows of N tokens. They change no parameter and no method: a model takes the drawn values as its ``positions``,
-``coordinates`` and ``length`` arguments.
+A model that has seen only the positions 0 .. N - 1 has not learned larger ones. With these rules it sees larger
+positions on rows of N tokens. The rules change no parameter and no method: a model takes the drawn values as its
+``positions``, ``coordinates`` and ``length`` arguments.
 
 Every rule is a frozen dataclass with two methods, ``draw(key, batch, length)`` for training and ``evaluate(length)``.
 Both are pure functions of their arguments, under ``jit`` too, with ``batch`` and ``length`` static.
@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
 
 
 class PositionRule(Protocol):
-    """The methods of every rule; one that is derived from it needs only ``draw``."""
+    """The methods of every rule; a subclass needs only ``draw``."""
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Positions of ``batch`` rows of ``length`` tokens for one step of training."""
@@ -84,7 +84,7 @@ class Randomised(PositionRule):
 
     Args:
         max_length: at least every length used; the paper trains on at most 40 tokens, tests up to 500 and uses 2048.
-        test: ``"even"``, those averages rounded down (kexue.fm/archives/9444 finds evenly spaced ids better); or
+        test: ``"even"``, the averages above rounded down (kexue.fm/archives/9444 finds evenly spaced ids better); or
             ``"random"``, drawn as in training, as in the paper.
     """
 
@@ -129,7 +129,7 @@ class EqualMean(PositionRule):
 
     Args:
         distribution: ``"exponential"`` or ``"beta"``.
-        factor: M/N, above 1, the longest test length over that of training; only beta uses it.
+        factor: M/N, above 1, the longest test length divided by the training length; only beta uses it.
         alpha: the first parameter of the beta distribution.
     """
 
@@ -149,8 +149,8 @@ class EqualMean(PositionRule):
         if self.distribution == "exponential":
             step = jax.random.exponential(key, (batch, 1, 1), jnp.float32)
         else:
-            other = self.alpha * (self.factor - 1)
-            step = self.factor * jax.random.beta(key, self.alpha, other, (batch, 1, 1), jnp.float32)
+            beta = self.alpha * (self.factor - 1)
+            step = self.factor * jax.random.beta(key, self.alpha, beta, (batch, 1, 1), jnp.float32)
         return Drawn(coordinates=step * jnp.arange(length, dtype=jnp.float32)[:, None])
 
 
@@ -166,7 +166,7 @@ class ClexPositions(PositionRule):
     (t N - 1)/c, the same for c = 1. Memory while drawing is O(batch max_factor N).
 
     Args:
-        original_length: the length in tokens that the model was trained on before.
+        original_length: the length in tokens of the model's earlier training.
         max_factor: the largest t.
     """
 
@@ -218,12 +218,12 @@ class PoSE(PositionRule):
         for_cuts, *keys = jax.random.split(key, self.chunks)
         cuts = sorted_subset(for_cuts, batch, self.chunks - 1, length - 1) + 1
         index = jnp.arange(length, dtype=jnp.int32)
-        moved = jnp.zeros((batch, 1), jnp.int32)
-        ids = index + moved
+        shift = jnp.zeros((batch, 1), jnp.int32)
+        ids = index + shift
         for n, for_skip in enumerate(keys):
-            further = jax.random.randint(for_skip, (batch, 1), moved, self.max_length - length + 1, jnp.int32)
-            ids = jnp.where(index >= cuts[:, n : n + 1], index + further, ids)
-            moved = further
+            next_shift = jax.random.randint(for_skip, (batch, 1), shift, self.max_length - length + 1, jnp.int32)
+            ids = jnp.where(index >= cuts[:, n : n + 1], index + next_shift, ids)
+            shift = next_shift
         return Drawn(ids)
 
 

@@ -79,7 +79,7 @@ class LinearBias(Bias):
 
     @property
     def grows_ahead(self):
-        """Unless it is symmetric."""
+        """True unless the bias is symmetric."""
         return not self.symmetric
 
     def values(self, q_positions, kv_positions):
@@ -102,17 +102,18 @@ class ALiBi(BiasSpec):
     Args:
         symmetric: ``-m_h |i - j|``, for bidirectional attention. It does not distinguish left from right.
         learned: the slopes are parameters, initialised to Press et al.'s. At ten times the learning rate of the
-            matrices they were as good as fixed ones from 4.0 down (docs/results.md).
+            matrices they were as good as fixed slopes with ``steepest=4.0`` (docs/results.md).
         direction: lets a symmetric bias distinguish left from right. ``"offset"``: keys behind the query count as half
             a position nearer, ``-m_h (|i - j| - 1/2)``, as in the encoders of Ruoss et al. (arXiv 2305.16843).
             ``"slopes"``: keys ahead have their own learned slopes, which start equal.
         factor: ``s >= 1`` divides the slopes, which interpolates positions for a context ``s`` times as long
             (Al-Khateeb et al., arXiv 2310.13017).
-        steepest: the largest slope. The others keep their ratios to it. None is Press et al.'s, ``2^(-8 / H)`` for
-            ``H`` heads, a power of two: with few heads, no head is then limited to the nearest tokens. For four heads
-            4.0 was better by 0.18 nats a byte at every length, and about as good as RoPE (docs/results.md).
-        ladder: the slopes of this number of heads, repeated; it must divide the number of heads. None gives every head
-            its own slope.
+        steepest: the largest slope. The others keep their ratios to it. None is Press et al.'s, ``2^(-8 / H)`` if
+            the number of heads ``H`` is a power of two; with few heads it is so small that no head is limited to the
+            nearest tokens. For four heads 4.0 was better by 0.18 nats per byte at every length, and about as good as
+            RoPE (docs/results.md).
+        ladder: the slopes of this number of heads are repeated; it must divide the number of heads. None gives every
+            head its own slope.
     """
 
     symmetric: bool = False

@@ -18,13 +18,13 @@ class ArrayBias(OfPairs, Bias):
     """``b_h(i, j) = array[batch, h, i, j]``, indexed by the order of the tokens in the call, not by positions.
 
     Args:
-        array: broadcasts to ``[batch, heads, queries, keys]``; its gradient has its own shape.
+        array: broadcasts to ``[batch, heads, queries, keys]``; its gradient has the shape of the array.
     """
 
     name: ClassVar[str] = "bias"
 
     def values(self, q_positions, kv_positions):
-        """The array as it is."""
+        """The array itself, for all positions."""
         return self.array
 
 

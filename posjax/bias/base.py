@@ -19,7 +19,7 @@ class Bias(OverPairs):
     """
 
     by_distance: ClassVar[bool] = False
-    """Whether it adds a function of ``i - j`` and does nothing else."""
+    """Whether the bias only adds a function of ``i - j``."""
 
     @property
     def grows_ahead(self) -> bool:
@@ -28,7 +28,7 @@ class Bias(OverPairs):
 
     @property
     def constant_from(self) -> int | None:
-        """The distance from which a ``by_distance`` bias is constant on each side of the query; or None."""
+        """The distance from which a ``by_distance`` bias is constant on each side of the query, or None."""
         return None
 
     @property
@@ -52,7 +52,7 @@ class Bias(OverPairs):
         q_positions: Int[Array, "*b q"],
         kv_positions: Int[Array, "*b k"],
     ) -> Float[Array, "*b heads q k"]:
-        """The tile of logits from a tile of scaled scores: ``scores + values``, unless the bias is also a factor."""
+        """The tile of logits from a tile of scaled scores: ``scores + values``, unless the bias multiplies them too."""
         values, scores = level(self.values(q_positions, kv_positions), scores)
         return scores + values.astype(scores.dtype)
 
@@ -67,15 +67,15 @@ class BiasOfHeads(OfSomeHeads, Bias):
         return self.kept(self.whole.values(q_positions, kv_positions))
 
     def apply(self, scores, q_positions, kv_positions):
-        """As ``Bias.apply``; a bias that is also a factor is applied to scores that are 0 for the other heads."""
+        """See ``Bias.apply``. A bias that also multiplies is applied to all heads, with scores of 0 for the others."""
         if self.only_adds:
             return super().apply(scores, q_positions, kv_positions)
         shape = jax.eval_shape(self.whole.values, q_positions, kv_positions).shape
         if len(shape) < 3 or shape[-3] == 1:
             return self.whole.apply(scores, q_positions, kv_positions)
         zeros = jnp.zeros_like(scores, shape=(*scores.shape[:-3], shape[-3], *scores.shape[-2:]))
-        among = jax.lax.dynamic_update_slice_in_dim(zeros, scores, self.start, axis=scores.ndim - 3)
-        return self.kept(self.whole.apply(among, q_positions, kv_positions))
+        all_scores = jax.lax.dynamic_update_slice_in_dim(zeros, scores, self.start, axis=scores.ndim - 3)
+        return self.kept(self.whole.apply(all_scores, q_positions, kv_positions))
 
     @property
     def only_adds(self):
@@ -121,7 +121,7 @@ class BiasSpec:
 def distance(
     q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"], dtype=jnp.float32
 ) -> Float[Array, "*b 1 q k"]:
-    """Distance ``i - j`` of every pair, positive for keys behind the query: whole, rounded once to ``dtype``.
+    """Distance ``i - j`` of every pair, positive for keys behind the query: a whole number, rounded once to ``dtype``.
 
     ``i - j`` may leave int32. So positions are split, ``i = 65536 a + b``, as floats: the differences of ``a`` and of
     ``b`` are exact, and only their sum is rounded.

@@ -33,7 +33,7 @@ class ForgetBias(Bias):
 
     @property
     def grows_ahead(self):
-        """Unless it is symmetric."""
+        """True unless the bias is symmetric."""
         return not self.symmetric
 
     def values(self, q_positions, kv_positions):

@@ -72,9 +72,9 @@ class PowerBias(Bias):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightedPowerBias(PowerBias):
-    """A ``PowerBias`` that also damps scores: ``z exp(-a'_h |i - j|^p'_h) + b_h``, with the same bounds for both pairs.
+    """A ``PowerBias`` that also damps scores: ``z exp(-a'_h |i - j|^p'_h) + b_h``.
 
-    ``values`` is only the additive part.
+    ``a'`` and ``p'`` have the bounds of ``a`` and ``p``. ``values`` is only the additive part.
     """
 
     weight_a: Float[Array, "heads"]

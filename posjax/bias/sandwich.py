@@ -59,10 +59,10 @@ class Sandwich(BiasSpec):
         dbar: number of sines and cosines, even. 128 is the paper's according to Attention Gym; NeMo uses the head size.
         variant: public code disagrees on the sum. ``"from_one"`` is the one above (NeMo). ``"from_zero"`` runs over
             ``t = 0..dbar/2 - 1`` and does not subtract ``dbar / 2`` (Attention Gym, after the paper's appendix E).
-        factor: multiplies the sum, the same in every head. None is the paper's ``H / (8 h)``. With ``"from_zero"``, a
-            head's size ``d`` as ``dbar`` and ``sqrt(2 / (pi d))`` as factor, it is the mean logit by distance of
-            untrained strict CoCA, if queries and ``t`` are standard normal before the ``relu``. Half of that factor
-            gives the decrease with distance of slack CoCA's mean logit.
+        factor: multiplies the sum, the same in every head. None is the paper's ``H / (8 h)``. With ``"from_zero"``, the
+            head size ``d`` as ``dbar`` and ``sqrt(2 / (pi d))`` as factor, the bias is the mean logit of untrained
+            strict CoCA at each distance, if queries and ``t`` are standard normal before the ``relu``. With half of
+            that factor it falls with distance as the mean logit of slack CoCA does.
     """
 
     dbar: int = 128
@@ -78,6 +78,6 @@ class Sandwich(BiasSpec):
 
     def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> SinusoidBias:
         """The bias for ``num_heads`` heads."""
-        own = num_heads / (8.0 * np.arange(1, num_heads + 1))
-        factors = own if self.factor is None else np.full(num_heads, self.factor)
+        from_paper = num_heads / (8.0 * np.arange(1, num_heads + 1))
+        factors = from_paper if self.factor is None else np.full(num_heads, self.factor)
         return SinusoidBias(jnp.asarray(factors, jnp.float32), self.dbar, self.variant)

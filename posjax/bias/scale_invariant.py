@@ -51,7 +51,7 @@ class ScaleInvariant(BiasSpec):
     Args:
         tau: the distance, in positions, from which it has an effect.
         alpha: weight of the token itself.
-        beta: constant of its entropy.
+        beta: constant of the entropy: for a logit ``l = a_t z + m_t``, ``E[l exp(l)] = beta / (t / tau + 1)``.
     """
 
     tau: float = 10.0

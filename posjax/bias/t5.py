@@ -95,7 +95,7 @@ class BucketBias(Bias):
 
     @property
     def constant_from(self):
-        """Where the last bucket begins."""
+        """The distance at which the last bucket begins."""
         side = self.table.shape[0] // (2 if self.bidirectional else 1)
         return max(t5_thresholds(side, self.max_distance), default=side // 2)
 
@@ -120,8 +120,8 @@ class T5(BiasSpec):
     ``scales.Constant`` in a scheme.
 
     Train the table with a higher learning rate than the matrices. In small decoders (4 layers of width 64, AdamW, 500
-    updates) the best factor of the learning rate was 100, with perplexity 4.44; a factor of 10 gave 4.49, and one rate
-    for all parameters 6.20 at the same rate and 4.86 at the best (docs/results.md). In ``train`` set
+    updates) the best factor of the learning rate was 100, with perplexity 4.44; a factor of 10 gave 4.49. One rate for
+    all parameters gave 6.20 at the same rate and 4.86 at its best rate (docs/results.md). In ``train`` set
     ``learning_rate_factors: {"shared/*": 100}``, or try factors with ``compare.sweep``.
 
     Args:

@@ -40,7 +40,8 @@ def features(
             ``"interleaved"``. It affects only ``q``: ``t`` and the features are indexed by plane.
 
     Returns:
-        ``(phi, psi)``, each ``d`` wide (first components of all planes, then second), in the dtypes of ``q`` and ``t``.
+        ``(phi, psi)``, each ``d`` wide (the first components of all planes, then the second), in the dtypes of ``q``
+        and ``t``.
 
     Raises:
         ValueError: for an unknown variant or pairing, for widths that do not fit each other, and for a partial rotary
@@ -62,11 +63,11 @@ def query_feature(
     check_choice("variant", variant, VARIANTS)
     check_choice("pairing", pairing, PAIRINGS)
     check_rank("q", q, 4, "[batch, length, heads, size]")
-    one = variant == "tied"
-    if not one:
+    one_component = variant == "tied"
+    if not one_component:
         check_even("the last axis of q", q.shape[-1])
-    planes = q.shape[-1] // (1 if one else 2)
-    return feature(QUERY[variant], None if one else pairing, *_rotation("q", q, planes, table), q)
+    planes = q.shape[-1] // (1 if one_component else 2)
+    return feature(QUERY[variant], None if one_component else pairing, *_rotation("q", q, planes, table), q)
 
 
 def key_feature(t: Float[Array, "batch length heads half"], table: RotaryTable) -> Float[Array, "batch length heads d"]:

@@ -10,7 +10,7 @@ Plane ``j`` has the frequency ``theta_j``, the query ``q_j = (x_j, y_j)`` and th
 RoPE's terms may first rise with distance (``diagnostics.rotary_anomaly``) and CoCA's never do: this scheme measures in
 which planes that rise matters. Without planes of CoCA the scheme is ``rope``. With all of them it is ``coca-strict``,
 with ``t`` from a key of full width, as in the released code. At initialisation that ``t`` is ``sqrt(2)`` times smaller
-than one with its own projection, and so is the score.
+than a ``t`` from its own projection, and so is the score.
 """
 
 import dataclasses
@@ -94,8 +94,8 @@ class PartlyCollinear(Rotary):
         wide, width = raw.astype(at_least_float32(raw.dtype)), self.frequencies.rotary_dim(head_dim)
         first, second = split(wide[..., :width], self.pairing)
         chosen = level(self._chosen(width // 2), first)[0]
-        made = jnp.where(chosen, strength(first, second), first), jnp.where(chosen, 0, second)
-        return jnp.concatenate([join(*made, self.pairing), wide[..., width:]], axis=-1)
+        planes = jnp.where(chosen, strength(first, second), first), jnp.where(chosen, 0, second)
+        return jnp.concatenate([join(*planes, self.pairing), wide[..., width:]], axis=-1)
 
     def _chosen(self, count: int) -> Bool[np.ndarray, "planes"]:
         """Which of ``count`` planes are CoCA's."""
@@ -104,7 +104,7 @@ class PartlyCollinear(Rotary):
 
 
 def _are_bounds(planes: Any) -> bool:
-    """Whether they are two whole numbers, the second no smaller."""
+    """Whether ``planes`` are two whole numbers, at least 0 and in order."""
     pair = isinstance(planes, tuple) and len(planes) == 2
     whole = pair and all(isinstance(plane, Integral) and not isinstance(plane, bool) for plane in planes)
     return whole and 0 <= planes[0] <= planes[1]

@@ -1,4 +1,4 @@
-"""CoCA's features plane by plane: the formulas, and the function that makes features, a kernel on TPUs."""
+"""CoCA's features plane by plane: the formulas, and the function that makes features, which is a kernel on TPUs."""
 
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -13,35 +13,35 @@ from posjax.coca import tpu
 
 
 def strict(x, y, cos, sin):
-    """For a free query."""
+    """``phi`` of the variant strict, for a free query."""
     squared = x * x + y * y
     return squared * cos, squared * sin
 
 
 def tied(x, cos, sin):
-    """For a query with ``y = x``."""
+    """``phi`` of the variant tied, for a query with ``y = x``."""
     return strict(x, x, cos, sin)
 
 
 def slack(x, y, cos, sin):
-    """What the released code computes."""
+    """``phi`` of the variant slack, which the released code computes."""
     return (x * x + y * y) * cos, 2 * x * y * sin + (y - x) * (y + x) * cos
 
 
 def relative(x, y, cos, sin):
-    """Slack without its absolute part."""
+    """``phi`` of the variant relative: slack without its absolute part."""
     uu, uw = (x + y) * (x + y) / 2, (y - x) * (y + x) / 2
     return uu * cos - uw * sin, uu * sin + uw * cos
 
 
 def key(t, cos, sin):
-    """For a key."""
+    """``psi``, the same for every variant."""
     positive = jax.nn.relu(t)
     return positive * cos, positive * sin
 
 
 QUERY = {"strict": strict, "tied": tied, "slack": slack, "relative": relative}
-"""Formulas of queries by the variant."""
+"""The formulas of ``phi``, by variant."""
 
 
 def split(x: Float[Array, "*b width"], pairing: str) -> tuple[Array, Array]:
@@ -72,7 +72,7 @@ def feature(
 
 @dataclass(frozen=True)
 class _Feature(Lowered):
-    """Features as a function of cosines, sines and components; a kernel on TPUs."""
+    """Features as a function of cosines, sines and components; it is a kernel on TPUs."""
 
     formula: tpu.Formula
     pairing: str | None
@@ -93,7 +93,7 @@ class _Feature(Lowered):
         return [self.plain(cos, sin, x)]
 
     def differentiated(self, primals, tangents):
-        """The table enters linearly: XLA computes the part of its tangent."""
+        """Features are linear in the table, so XLA computes the part that comes from the table's tangent."""
         *table, x = primals
         *d_table, d_x = tangents
         parts = [] if d_x is None else run(_Tangent(self), *primals, d_x)
@@ -140,7 +140,7 @@ class _Tangent(_Linearised):
 
 
 class _Cotangent(_Linearised):
-    """The cotangent of components, from the cotangent of features; a kernel on TPUs."""
+    """The cotangent of components, from the cotangent of features; it is a kernel on TPUs."""
 
     def plain(self, cos, sin, x, d_features):
         return jax.vjp(partial(self.of.plain, cos, sin), x)[1](d_features)[0]

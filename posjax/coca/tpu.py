@@ -43,7 +43,7 @@ def supports(x: Array, cos: Array) -> bool:
 
 
 def _together(width: int) -> int:
-    """How many heads fill whole lanes."""
+    """The smallest number of heads that fills whole groups of lanes."""
     return math.lcm(width, _LANES) // width
 
 
@@ -81,20 +81,20 @@ def gradient(
 
 
 def _call(name: str, step: Callable, table: tuple, matrices: list, arrays: list, width: int, interpret) -> Array:
-    """The results of a step for each group of heads, ``width`` numbers per head."""
+    """Runs a kernel with ``step`` for each group of heads, whose result has ``width`` numbers per head."""
     x, size = arrays[0], 2 * table[0].shape[-1]
     (batch, length, heads, _), (tokens, block) = x.shape, _block(x, size)
     table = [jnp.tile(part, 2).reshape(-1, length, size) for part in table]
-    rows = pl.BlockSpec((None, tokens, size), lambda b, i, h: (b if table[0].shape[0] > 1 else 0, i, 0))
-    whole = [pl.BlockSpec(matrix.shape, lambda b, i, h: (0, 0)) for matrix in matrices]
+    table_spec = pl.BlockSpec((None, tokens, size), lambda b, i, h: (b if table[0].shape[0] > 1 else 0, i, 0))
+    matrix_specs = [pl.BlockSpec(matrix.shape, lambda b, i, h: (0, 0)) for matrix in matrices]
     widths = *(array.shape[-1] for array in arrays), width
-    *given, made = (pl.BlockSpec((None, tokens, block * n), lambda b, i, h: (b, i, h)) for n in widths)
+    *inputs, output = (pl.BlockSpec((None, tokens, block * n), lambda b, i, h: (b, i, h)) for n in widths)
     shape, kind = (batch, length, heads * width), jax.typeof(x).manual_axis_type
     found = pl.pallas_call(
         partial(_kernel, step, block // _together(x.shape[-1])),
         grid=(batch, length // tokens, heads // block),
-        in_specs=[rows, rows, *whole, *given],
-        out_specs=made,
+        in_specs=[table_spec, table_spec, *matrix_specs, *inputs],
+        out_specs=output,
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=kind),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
         interpret=interpret,
@@ -113,7 +113,7 @@ def _block(x: Array, size: int) -> tuple[int, int]:
 
 
 def _channels(width: int, size: int, pairing: str | None) -> np.ndarray:
-    """Where components of planes are in a head, ``[components, planes]``."""
+    """The channels of a head that hold the components of planes, ``[components, planes]``."""
     channels = np.arange(width)
     return channels.reshape(size // 2, -1).T if pairing == "interleaved" else channels.reshape(-1, size // 2)
 
@@ -133,12 +133,12 @@ def _gathered(width: int, size: int, pairing: str | None) -> np.ndarray:
 
 def _kernel(step: Callable, groups: int, cos_ref, sin_ref, *refs):
     """``refs``: matrices, as many arrays, and the output, which is written one group of heads at a time."""
-    *given, made = refs
-    matrices, arrays = given[: len(given) // 2], given[len(given) // 2 :]
+    *inputs, output = refs
+    matrices, arrays = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
     for n in range(groups):
-        own = [ref[:, _columns(ref, n, groups)] for ref in arrays]
-        found = step([cos_ref[...], sin_ref[...]], *(ref[...] for ref in matrices), *own)
-        made[:, _columns(made, n, groups)] = found.astype(made.dtype)
+        group = [ref[:, _columns(ref, n, groups)] for ref in arrays]
+        found = step([cos_ref[...], sin_ref[...]], *(ref[...] for ref in matrices), *group)
+        output[:, _columns(output, n, groups)] = found.astype(output.dtype)
 
 
 def _columns(ref, n: int, groups: int) -> slice:
@@ -156,9 +156,9 @@ def _gradient(formula: Formula, widths: tuple[int, int], table: list, spread, ga
     components, table, first = _wide(widths, table, spread, x)
     size, own = widths[1], cotangent.astype(jnp.float32)
     heads = [own[:, n : n + size] for n in range(0, own.shape[1], size)]
-    other = jnp.concatenate([pltpu.roll(head, size // 2, 1) for head in heads], axis=1)
+    swapped = jnp.concatenate([pltpu.roll(head, size // 2, 1) for head in heads], axis=1)
     back = jax.vjp(lambda *components: formula(*components, *table), *components)[1]
-    found = back((jnp.where(first, own, other), jnp.where(first, other, own)))
+    found = back((jnp.where(first, own, swapped), jnp.where(first, swapped, own)))
     joined = found[0] if len(found) == 1 else jnp.where(first, *found)
     return _product(joined.astype(x.dtype), gathered)
 
@@ -173,6 +173,6 @@ def _wide(widths: tuple[int, int], table: list, spread, x) -> tuple[list, list, 
 
 
 def _product(x, matrix):
-    """Exact, because a column of the matrix has at most one 1."""
+    """The product with a matrix of zeros and ones: exact, because a column has at most one 1."""
     precision = jax.lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
     return jax.lax.dot(x, matrix, precision=precision, preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
-"""Numbers that describe position schemes, and plots of them.
+"""Numbers that describe position schemes, and plots of these numbers.
 
 Before training: how rules decay with distance, how exact their angles are, what weight a scheme gives to each key.
-Of a trained model, by ``measure``: the rotary anomaly, slack CoCA's absolute share, the entropy of its attention.
+After training, by ``measure``: the rotary anomaly, slack CoCA's absolute share, the entropy of attention.
 """
 
 import importlib

@@ -4,10 +4,10 @@ Plane ``t`` of query ``m`` and key ``n`` adds ``|z| cos(Theta + (m - n) theta_t)
 
     z = (q_a + i q_b) conj(k_a + i k_b),    Theta = arg z in [0, 2 pi)
 
-For ``Theta <= pi`` it falls until the angle reaches ``pi``. For ``Theta > pi`` it first *rises* with distance, over the
-nearest ``tau = (2 pi - Theta) / theta_t`` tokens: the anomaly that collinear constrained attention removes (Zhu et al.,
-arXiv 2309.08646, section 2). Here it is counted over the queries and keys of a model. For keys ahead of a bidirectional
-query the two cases are swapped.
+For ``Theta <= pi`` this term falls until the angle reaches ``pi``. For ``Theta > pi`` it first *rises* with distance,
+over the nearest ``tau = (2 pi - Theta) / theta_t`` tokens: the anomaly that collinear constrained attention removes
+(Zhu et al., arXiv 2309.08646, section 2). Here it is counted over the queries and keys of a model. For keys ahead of a
+bidirectional query the two cases are swapped.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ class Anomaly(NamedTuple):
 
 
 def pooled(found: Anomaly, axis: int | tuple[int, ...] | None = None) -> Anomaly:
-    """The statistics of all pairs over the given axes (all when left out); weighted ones are weighted by strength."""
+    """The statistics of all pairs over the given axes (all when left out); weighted statistics by strength."""
     ones = np.ones_like(found.fraction)
     weights = Anomaly(ones, found.strength, ones, found.strength, found.fraction, ones)
 
@@ -68,7 +68,7 @@ def rotary_anomaly(
     """The anomaly of RoPE's queries and keys, counted over all pairs that attention sees.
 
     For independent normal queries and keys half of the pairs have ``Theta > pi``. Planes of frequency zero (p-RoPE)
-    have none. Time grows with the square of the length, memory does not.
+    have no anomaly. Time grows with the square of the length, memory does not.
 
     Args:
         q: queries before rotation, after any norm.
@@ -158,9 +158,9 @@ def _count(query, key, theta, causal: bool, mask: Mask | None, positions) -> Ano
     positions = jnp.arange(tokens, dtype=jnp.int32) if positions is None else jnp.asarray(positions, jnp.int32)
     key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
     masks = [part for part in (Causal() if causal else None, mask) if part is not None]
-    given = positions, jnp.asarray(theta, jnp.float32), masks
+    shared = positions, jnp.asarray(theta, jnp.float32), masks
     # One sequence and one query at a time; sums over keys are in float32, the others in float64.
-    sequences = (np.asarray(_sums(*one, *given), np.float64).sum(0) for one in zip(query, key, strict=True))
+    sequences = (np.asarray(_sums(*one, *shared), np.float64).sum(0) for one in zip(query, key, strict=True))
     pairs, strength, anomalous, weighted, in_zone, in_zone_weighted, zone = sum(sequences)
     return Anomaly(
         fraction=_share(anomalous, pairs),
@@ -180,8 +180,8 @@ def _share(part, whole):
 def _sums(query, key, positions, theta, masks) -> Float[Array, "queries 7 heads planes"]:
     """Sums over the keys of every query, for ``[tokens, heads, planes]``."""
 
-    def one(at):
-        query, position = at
+    def of_query(token):
+        query, position = token
         distance = (position - positions)[:, None, None]
         z = query * key.conj()
         z = jnp.where(distance >= 0, z, z.conj())
@@ -196,7 +196,7 @@ def _sums(query, key, positions, theta, masks) -> Float[Array, "queries 7 heads 
         parts = (seen, seen * strength, rises, rises * strength, in_zone, in_zone * strength, rises * zone)
         return jnp.stack([part.astype(jnp.float32).sum(0) for part in parts])
 
-    return jax.lax.map(one, (query, positions))
+    return jax.lax.map(of_query, (query, positions))
 
 
 def _keys_first(allowed: Bool[Array, "*b heads 1 keys"]) -> Bool[Array, "keys heads 1"]:

@@ -59,14 +59,14 @@ def measure(
     columns = tokens.shape[1]
     queries = _powers(columns) if queries is None else np.asarray(queries)
     check(queries.size > 0 and queries.min() >= 0 and queries.max() < columns, f"queries must be in [0, {columns})")
-    where = {"causal": model.config.causal, "length": columns if length is None else length}
+    settings = {"causal": model.config.causal, "length": columns if length is None else length}
     rotating, shares, entropies = {}, [], []
     for index, layer in enumerate(capture(model, tokens, length=length)):
-        if (found := _anomaly(layer, **where)) is not None:
+        if (found := _anomaly(layer, **settings)) is not None:
             rotating[index] = found
         if isinstance(layer.scheme.features, Coca) and layer.scheme.features.variant == "slack":
             shares.append(absolute_share(layer.q, pairing=layer.scheme.features.pairing))
-        entropies.append(_entropy(layer, queries, **where))
+        entropies.append(_entropy(layer, queries, **settings))
     anomalies, frequencies = zip(*rotating.values(), strict=True) if rotating else ((), ())
     return Measurement(
         layers=np.array(list(rotating), int),
@@ -84,12 +84,12 @@ def _powers(columns: int) -> Int[np.ndarray, "queries"]:
 
 def _anomaly(layer: Layer, *, causal: bool, length: int) -> tuple[Anomaly, Float[np.ndarray, "planes"]] | None:
     features = layer.scheme.features
-    where = {"causal": causal, "mask": layer.scheme.mask, "length": length}
+    settings = {"causal": causal, "mask": layer.scheme.mask, "length": length}
     if isinstance(features, Coca):
-        found = coca_anomaly(layer.q, layer.k, features, **where)
+        found = coca_anomaly(layer.q, layer.k, features, **settings)
         return found, radians(features.frequencies, 2 * layer.k.shape[-1], length)
     if isinstance(features, Rotary) and getattr(features, "targets", "qk") != "vo":
-        found = rotary_anomaly(*_rotated(layer), features.frequencies, pairing=features.pairing, **where)
+        found = rotary_anomaly(*_rotated(layer), features.frequencies, pairing=features.pairing, **settings)
         return found, radians(features.frequencies, layer.q.shape[-1], length)
     return None
 
@@ -106,6 +106,6 @@ def _entropy(layer: Layer, queries, *, causal: bool, length: int) -> Float[np.nd
     if layer.scheme.linear is not None:
         return np.full((layer.q.shape[2], len(queries)), np.nan)
     scheme = dataclasses.replace(layer.scheme, norm=None)  # the projections are already normalised
-    given = {"params": layer.params, "q_positions": queries, "length": length, "gates": layer.gates, "causal": causal}
-    given |= layer.options
-    return entropy(scheme, layer.q[:, queries], layer.k, **given).mean(0).T
+    options = {"params": layer.params, "q_positions": queries, "length": length, "gates": layer.gates, "causal": causal}
+    options |= layer.options
+    return entropy(scheme, layer.q[:, queries], layer.k, **options).mean(0).T

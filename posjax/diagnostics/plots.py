@@ -1,4 +1,4 @@
-"""Plots of the numbers of this package. Each function draws into the given axes and returns them.
+"""Plots of the results of ``posjax.diagnostics``. Each function draws into the given axes and returns them.
 
 If no axes are given, new ones are made on a new figure, ``axes.figure``, without pyplot.
 """

@@ -37,7 +37,7 @@ def decay_indicator(
 def mean_score(
     rule: Rule, distances: Int[Array, "n"], *, head_dim: int | None = None, **options
 ) -> Float[np.ndarray, "n"]:
-    """``mean_t cos(r theta_t)``: the score at distance ``r`` of a key like the query, as a share of that at 0.
+    """``mean_t cos(r theta_t)``: the score at distance ``r`` of a key like the query, as a share of the score at 0.
 
     It is ``E[q . R_r (q + e)] / E[q . q]`` for independent components of equal variance and independent noise ``e``
     (arXiv 2405.14591). The base is large enough for a context if this is positive at all its distances. Arguments as
@@ -84,7 +84,7 @@ def exactness(rule: Rule, *, head_dim: int | None = None, powers: range = range(
     Args:
         rule: a frequency rule, or float64 frequencies in radians per position ``[d/2]``.
         head_dim: size of a head, for a rule that does not have one.
-        powers: the ``p``; at most 31.
+        powers: the exponents ``p``, at most 31.
         samples: the number of odd positions tried between ``2^(p-1)`` and ``2^p``, including ``2^p - 1``.
 
     Returns:
@@ -99,7 +99,7 @@ def exactness(rule: Rule, *, head_dim: int | None = None, powers: range = range(
 
 
 def _spread(power: int, samples: int) -> Int[np.ndarray, "samples"]:
-    """Odd positions from 2^(p-1) to 2^p, including the last: bfloat16 would represent round ones exactly."""
+    """Odd positions from 2^(p-1) to 2^p, including the last: bfloat16 would represent round numbers exactly."""
     share = np.arange(samples) * (np.sqrt(5) - 1) / 2 % 1
     return (2**power - 1 - share * (2 ** (power - 1) - 1)).astype(np.int64) | 1
 

@@ -133,7 +133,7 @@ def receptive_field(
 ) -> Int[np.ndarray, "heads"]:
     """The distance that contains ``share`` of the weight if all contents have the same score.
 
-    Queries are zero, so only bias, mask and scale decide. Through ``layers`` equal layers the distances add up as in a
+    Queries are zero, so only bias, mask and sinks decide. Through ``layers`` equal layers the distances add up as in a
     random walk, if each layer has a context that is long enough; a window of ``w`` reaches ``layers (w - 1) + 1`` keys
     for a share of 1. ALiBi's slope ``m`` gives ``ceil(ln(1 / (1 - share)) / m)`` keys.
 
@@ -238,8 +238,8 @@ def entropy_curve(
 def parameters(scheme: Scheme, num_heads: int, num_kv_heads: int, head_dim: int, seed: int = 0) -> dict:
     """All parameters of one layer of the scheme as initialised, including shared ones, for tokens of size 1."""
     key = jax.random.key(seed)
-    own = scheme.init(key, num_heads, head_dim, num_kv_heads=num_kv_heads, model_dim=1)
-    return own | ({} if scheme.reads_tokens else scheme.init_shared(key, num_heads, head_dim))
+    layer_params = scheme.init(key, num_heads, head_dim, num_kv_heads=num_kv_heads, model_dim=1)
+    return layer_params | ({} if scheme.reads_tokens else scheme.init_shared(key, num_heads, head_dim))
 
 
 def _gates(scheme: Scheme, params, batch: int, length: int) -> Float[Array, "batch heads keys"] | None:
@@ -260,7 +260,7 @@ def _contents(scheme: Scheme, draws: int, num_heads: int, head_dim: int, seed: i
 
 
 def _settings(options: dict[str, Any], **more) -> tuple[dict, tuple]:
-    """The options that are arrays, and the static ones."""
+    """The options that hold arrays, as a dictionary, and the static ones, as pairs of name and value."""
     options = options | more
     arrays = {name: value for name, value in options.items() if any(map(is_array, jax.tree.leaves(value)))}
     return arrays, tuple(sorted((name, value) for name, value in options.items() if name not in arrays))
@@ -272,27 +272,27 @@ def _block_entropy(block: Float[Array, "queries heads size"]) -> Float[Array, "q
 
 def _read(scheme, q, k, at, params, length, gates, settings, reduce=None) -> np.ndarray:
     arrays, static = settings
-    given = (q, k, gates), at, params or {}, length, arrays
-    return np.asarray(_read_rows(*given, scheme=scheme, static=static, reduce=reduce))
+    inputs = (q, k, gates), at, params or {}, length, arrays
+    return np.asarray(_read_rows(*inputs, scheme=scheme, static=static, reduce=reduce))
 
 
 @partial(jax.jit, static_argnames=("scheme", "static", "reduce"))
 def _read_rows(rows, at, params, length, arrays, *, scheme, static, reduce):
     """Weights of every sequence, one block of keys at a time: ``[batch, blocks, queries, heads, block]``.
 
-    ``reduce`` is applied to each block. Values are unit vectors, so that the output of attention is its weights. Maps
-    of values (VO-RoPE) are rotations: applying the map of outputs before attention, and that of values after it,
-    cancels them.
+    ``reduce`` is applied to each block. Values are unit vectors, so that the output of attention is its weights. A
+    method may rotate values, and outputs back (VO-RoPE). Here the map of outputs is applied to the values before
+    attention, and the map of values to the outputs after it, which cancels both rotations.
     """
     keys, kv_heads = rows[1].shape[1:3]
     maps = scheme.maps
     options = {**({} if length is None else {"length": length}), **arrays, **dict(static)}
 
-    def row(one):
-        q, k, gates = jax.tree.map(lambda x: x[None], one)
+    def row(sequence):
+        q, k, gates = jax.tree.map(lambda x: x[None], sequence)
         sizes = {"head_dim": maps.head_dim(k.shape[-1]), "length": options["length"]}
         q_at, k_at = (at, Range(0, keys)) if scheme.linear is None else (Range(0, keys),) * 2
-        if scheme.linear is not None:  # it takes whole sequences
+        if scheme.linear is not None:  # linear attention takes whole sequences
             q = jnp.zeros((1, keys, *q.shape[2:])).at[:, at].set(q)
         gated = {} if gates is None else {"gates": (gates[..., at], gates)}
 

@@ -131,8 +131,8 @@ def chunked(
         q_numerator, k_numerator: features of the numerator if they differ from ``phi`` and ``psi``; both or neither.
         segment_ids: see this module.
         state: the state after the earlier tokens, from an earlier call; empty if absent. Without ``segment_ids`` the
-            tokens continue its document.
-        chunk_size: tokens per chunk. The backward pass stores one state for each. With 1 this is the recurrence
+            tokens continue the document of the state.
+        chunk_size: tokens per chunk. The backward pass stores one state per chunk. With 1 this is the recurrence
             ``S_i = S_{i-1} + psi_i v_i^T``.
 
     Returns:
@@ -172,7 +172,7 @@ def bidirectional(
 
 
 def _lowest(dtype) -> float:
-    """Below every log scale but finite, so that an empty state needs no special case."""
+    """A number below every log scale, but finite, so that an empty state needs no special case."""
     return float(jnp.finfo(dtype).min) / 4
 
 
@@ -187,8 +187,8 @@ def _within(x: _Tokens, allowed: Bool[Array, "#batch q k"]) -> _Sums:
     highest = jax.lax.stop_gradient(jnp.where(allowed, scale, _lowest(x.dtype)).max(-1))
     factor = _exp(allowed, scale - highest[..., None])[:, :, None]
     weights = _scores(*x.denominator) * factor
-    above = weights if x.phi_numerator is None else _scores(*x.numerator) * factor
-    return _Sums(jnp.einsum("bkgij,bkjv->bkgiv", above, x.v.astype(x.dtype)), weights.sum(-1), highest)
+    numerator = weights if x.phi_numerator is None else _scores(*x.numerator) * factor
+    return _Sums(jnp.einsum("bkgij,bkjv->bkgiv", numerator, x.v.astype(x.dtype)), weights.sum(-1), highest)
 
 
 def _scores(phi, psi):
@@ -196,30 +196,30 @@ def _scores(phi, psi):
 
 
 def _exp(where, x):
-    """``exp(x)``, and 0 with no gradient elsewhere."""
+    """``exp(x)`` where ``where`` is true; elsewhere 0, without a gradient."""
     return jnp.exp(jnp.where(where, x, -jnp.inf))
 
 
 def _read(state: LinearState, x: _Tokens) -> _Sums:
     """Sums over the tokens of the state, for the queries of the same document; divided by the state's scale."""
     seen = (x.ids == state.segment[:, None])[:, None]
-    above = jnp.einsum("bkgim,bkmv->bkgiv", x.numerator[0], state.s)
-    below = jnp.einsum("bkgim,bkm->bkgi", x.denominator[0], state.z)
+    numerator = jnp.einsum("bkgim,bkmv->bkgiv", x.numerator[0], state.s)
+    denominator = jnp.einsum("bkgim,bkm->bkgi", x.denominator[0], state.z)
     scale = jnp.where(seen, state.log_scale[..., None], _lowest(x.dtype))
-    return _Sums(jnp.where(seen[:, :, None, :, None], above, 0), jnp.where(seen[:, :, None], below, 0), scale)
+    return _Sums(jnp.where(seen[:, :, None, :, None], numerator, 0), jnp.where(seen[:, :, None], denominator, 0), scale)
 
 
 def _add(a: _Sums, b: _Sums) -> _Sums:
     """Both sums, rescaled to the larger of their scales."""
     highest = jax.lax.stop_gradient(jnp.maximum(a.log_scale, b.log_scale))
     factors = [jnp.exp(part.log_scale - highest)[:, :, None] for part in (a, b)]
-    above = sum(part.numerator * factor[..., None] for part, factor in zip((a, b), factors, strict=True))
-    below = sum(part.denominator * factor for part, factor in zip((a, b), factors, strict=True))
-    return _Sums(above, below, highest)
+    numerator = sum(part.numerator * factor[..., None] for part, factor in zip((a, b), factors, strict=True))
+    denominator = sum(part.denominator * factor for part, factor in zip((a, b), factors, strict=True))
+    return _Sums(numerator, denominator, highest)
 
 
 def _absorb(state: LinearState, x: _Tokens) -> LinearState:
-    """The state after the keys of ``x``, for the last document in ``x``, or for its own if ``x`` holds only padding."""
+    """The state after the keys of ``x``, for the last document in ``x``; for the state's own if all is padding."""
     valid = x.ids >= 0
     order = jnp.where(valid, jnp.arange(x.ids.shape[1]), -1)
     last = jnp.take_along_axis(x.ids, jnp.maximum(order.max(1, keepdims=True), 0), axis=1)[:, 0]
@@ -228,16 +228,16 @@ def _absorb(state: LinearState, x: _Tokens) -> LinearState:
     lowest = _lowest(x.dtype)
     highest = jnp.where(member[:, None], x.log_scale, lowest).max(-1)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, jnp.where(same[:, None], state.log_scale, lowest)))
-    kept = _exp(same[:, None], state.log_scale - highest)
+    old_factor = _exp(same[:, None], state.log_scale - highest)
     factor = _exp(member[:, None], x.log_scale - highest[..., None])[..., None]
     psi, psi_numerator = (pair[1] * factor for pair in (x.denominator, x.numerator))
     more = jnp.einsum("bkjm,bkjv->bkmv", psi_numerator, x.v.astype(x.dtype))
-    s, z = state.s * kept[..., None, None] + more, state.z * kept[..., None] + psi.sum(2)
+    s, z = state.s * old_factor[..., None, None] + more, state.z * old_factor[..., None] + psi.sum(2)
     return LinearState(s, z, highest, segment)
 
 
 def _divide(sums: _Sums, dtype) -> Float[Array, "batch kv_heads group q value_size"]:
-    """Numerator over denominator, exactly 0 if the denominator is."""
+    """The numerator divided by the denominator; exactly 0 if the denominator is 0."""
     seen = sums.denominator > 0
     out = sums.numerator / jnp.where(seen, sums.denominator, 1)[..., None]
     return jnp.where(seen[..., None], out, 0).astype(dtype)
@@ -246,19 +246,19 @@ def _divide(sums: _Sums, dtype) -> Float[Array, "batch kv_heads group q value_si
 def _scan(x: _Tokens, state: LinearState, size: int, finish, *, diagonal: bool = True):
     """The state after all tokens, and ``finish`` of every chunk's sums over the keys before each query.
 
-    With ``diagonal``, the query's own key too.
+    With ``diagonal`` the sums include the query's own key.
     """
 
     @partial(jax.checkpoint, prevent_cse=False)
     def step(before: LinearState, chunk: _Tokens):
-        own = _within(chunk, jnp.tril(_same(chunk.ids), 0 if diagonal else -1))
-        return _absorb(before, chunk), finish(_add(own, _read(before, chunk)))
+        within = _within(chunk, jnp.tril(_same(chunk.ids), 0 if diagonal else -1))
+        return _absorb(before, chunk), finish(_add(within, _read(before, chunk)))
 
     return jax.lax.scan(step, state, _split(x, size))
 
 
 def _both_ways(x: _Tokens, size: int) -> _Sums:
-    """Sums over all keys of the document of each query: those up to it, and those after it."""
+    """Sums over all keys of each query's document: the keys up to the query, and the keys after it."""
 
     def sums(x, diagonal):
         chunks = _scan(x, _start(x, None), size, lambda found: found, diagonal=diagonal)[1]
@@ -269,7 +269,7 @@ def _both_ways(x: _Tokens, size: int) -> _Sums:
 
 
 def _split(x: _Tokens, size: int) -> _Tokens:
-    """Chunks of ``size`` tokens along a new first axis; the last one is padded."""
+    """Chunks of ``size`` tokens along a new first axis; the last chunk is padded."""
     size = min(size, x.ids.shape[1])
 
     def split(a, axis):
@@ -286,7 +286,7 @@ def _join(chunks, length: int, axis: int):
 
 
 def _each(function, x: _Tokens) -> _Tokens:
-    """``function(array, token axis)`` of every array."""
+    """``x`` with ``function(array, token axis)`` in place of every array."""
     return _Tokens(*(a if a is None else function(a, axis) for a, axis in zip(x, _TOKEN_AXES, strict=True)))
 
 
@@ -340,7 +340,7 @@ def _log_scale(log_scale: Array | None, psi: Array) -> Float[Array, "batch lengt
 
 
 def _ids(segment_ids: Array | None, phi: Array, state: LinearState | None) -> Int[Array, "batch length"]:
-    """The segments of the tokens; if not given one document, that of the state if there is one."""
+    """The segment ids of the tokens. Without ids all tokens are one document: that of the state, if there is one."""
     wanted = phi.shape[:2]
     if segment_ids is None:
         document = jnp.zeros(wanted[0], jnp.int32) if state is None else jnp.maximum(state.segment, 0)
@@ -352,7 +352,7 @@ def _ids(segment_ids: Array | None, phi: Array, state: LinearState | None) -> In
 
 
 def _without_padding(x: _Tokens) -> _Tokens:
-    """Zeros at padding: it may hold NaN, and ``0 * NaN`` is NaN."""
+    """``x`` with zeros at padding, which may hold NaN: ``0 * NaN`` is NaN."""
     return _each(lambda a, axis: zeros_at(x.ids < 0, a, tokens=axis), x)._replace(ids=x.ids)
 
 

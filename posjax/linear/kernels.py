@@ -35,7 +35,7 @@ class LinearKernel:
     of_inner_product: ClassVar[bool] = False
     """Whether ``phi . psi`` is a function of ``q . k``, so that ``q`` and ``k`` are rotated before the map."""
     random: ClassVar[bool] = False
-    """Whether ``init`` draws random features; they are not trained, are saved with a model, and may be redrawn."""
+    """Whether ``init`` draws random features. They are not trained, are saved with the model, and may be redrawn."""
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
         """Parameters or random features of one layer, ``{}`` if there are none. They are passed back to the maps."""
@@ -56,7 +56,7 @@ class LinearKernel:
     ) -> tuple[Float[Array, "batch length kv_heads m"], Float[Array, "batch length kv_heads"] | None]:
         """``(psi, c)``: the features are ``exp(c) psi``, one ``c`` per token and head; None means 0.
 
-        By default ``psi`` is ``phi``, which must then leave out no factor.
+        By default ``psi`` is ``phi``, so ``query`` must then not leave out a factor.
 
         Factors of keys do not cancel, and one maximum over the whole sequence would let later keys change earlier
         outputs. So ``c`` is separate, and the forms of attention take the maximum over the keys that each query sees.

@@ -23,7 +23,7 @@ class Performer(ScaledKernel):
     relative to the largest one of its token, so that no denominator vanishes.
 
     The released code subtracts one maximum over all keys instead, so that later keys slightly change earlier outputs of
-    a causal model, through ``eps``. Its factory sets ``eps`` to 1e-6; the paper's own and the PyTorch port's is 1e-4.
+    a causal model, through ``eps``. Its factory sets ``eps`` to 1e-6; the paper and the PyTorch port have 1e-4.
     The port's ``num_features`` is ``int(d ln d)``. Queries and keys with larger norms need more features: the relative
     variance of one feature is ``exp(|q + k|^2) - 1``.
 
@@ -76,7 +76,7 @@ class Performer(ScaledKernel):
         return self.num_features
 
     def query(self, params, q):
-        """``m^(-1/2) (exp(w . q - max_l w_l . q) + eps)``; the norm is one of the factors that cancel."""
+        """``m^(-1/2) (exp(w . q - max_l w_l . q) + eps)``; the factor with ``|q|^2`` is left out: it cancels."""
         x = self.scaled(q)
         return self._positive(stabilised(self._project(params, x))[0])
 

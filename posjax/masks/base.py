@@ -1,4 +1,4 @@
-"""The base class of masks, masks from arrays and as whole arrays, and combinations of masks."""
+"""The base class of masks, masks made from arrays, whole masks as arrays, and combinations of masks."""
 
 import dataclasses
 import operator
@@ -81,7 +81,7 @@ class Mask(OverPairs):
     def bounds(self, i_low, i_high, j_low, j_high):
         """``(some, all)`` for positions anywhere in ``[i_low, i_high]`` and ``[j_low, j_high]``.
 
-        By default every tile is visited and masked: it may hold allowed and forbidden pairs.
+        By default every tile may hold allowed and forbidden pairs, so attention visits and masks it.
         """
         shape = np.broadcast_shapes(i_low.shape, j_low.shape)
         return np.ones(shape, bool), np.zeros(shape, bool)
@@ -117,7 +117,7 @@ def materialise(mask: Mask, q_positions: Positions, kv_positions: Positions) -> 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskOfHeads(OfSomeHeads, Mask):
-    """Some heads of a mask with a pattern for each head."""
+    """Some heads of a mask that has a pattern for each head."""
 
     def allowed(self, q_positions, kv_positions):
         """Some heads of the tile of all heads."""
@@ -152,7 +152,7 @@ class ArrayMask(OfPairs, Mask):
     shift_invariant = True
 
     def allowed(self, q_positions, kv_positions):
-        """The array as it is."""
+        """The array itself, for all positions."""
         return self.array
 
     def tiles(self, q: BlockBounds, k: BlockBounds):
@@ -214,7 +214,7 @@ class And(Pair):
 
     @property
     def kept_keys(self):
-        """The pair with the smaller sum; None if both masks have None."""
+        """The ``kept_keys`` of one mask, those with the smaller sum; None if both masks have None."""
         found = [part.kept_keys for part in (self.left, self.right) if part.kept_keys is not None]
         return min(found, key=sum, default=None)
 

@@ -88,8 +88,8 @@ def traced_sizes(mask: Mask | None) -> tuple[str, ...]:
 def _at_least(i, j, least):
     """``i - j >= least`` for any two int32. Their difference may wrap: then its sign is wrong."""
     distance, behind = i - j, i >= j
-    fits = behind == (distance >= 0)
-    return (fits & (distance >= least)) | (~fits & behind)
+    no_wrap = behind == (distance >= 0)
+    return (no_wrap & (distance >= least)) | (~no_wrap & behind)
 
 
 def _between(i, j, least, most):
@@ -132,7 +132,7 @@ class _Distances(_Sized):
 
     shift_invariant = True
     limits: tuple[int, int | None]
-    _unit = 1  # positions that count as one
+    _unit = 1  # how many positions count as one
 
     @property
     def _kept_keys(self):
@@ -324,13 +324,13 @@ class Dilated(_Sized):
         return level(np.zeros((1,) * 4), *positions)[1:] if isinstance(self.dilation, tuple) else positions
 
     def pairs(self, i, j):
-        """Whether the distance is a whole multiple of the dilation, fewer than ``size`` times."""
+        """Whether the distance is a multiple of the dilation, by a whole number below ``size`` in absolute value."""
         i, j = self._for_heads(i, j)
         reach = (self.size - 1) * self._steps
         return ((i - j) % self._steps == 0) & _around(i, j, reach, reach)
 
     def bounds(self, i_low, i_high, j_low, j_high):
-        """The bounds of the window that it spans; if the window has gaps, no tile is certainly full."""
+        """The bounds of the window that the keys span; if the window has gaps, no tile is certainly full."""
         reach = (self.size - 1) * self._steps
         some, every = _some_and_all(*self._for_heads(i_low, i_high, j_low, j_high), -reach, reach)
         return some, every & (self._steps == 1)

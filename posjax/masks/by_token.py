@@ -63,7 +63,7 @@ class OfTokens(Mask):
         return q[:, None, :, None], k[:, None, None, :]
 
     def _block_bounds(self, q: BlockBounds, k: BlockBounds):
-        """The masks of the smallest and of the largest value in every block."""
+        """Two masks of the same class: with the smallest value of every block, and with the largest."""
         blocks = (block_range(x, size) for x, size in zip(self.arrays, (q.size, k.size), strict=True))
         return (type(self)(*ends) for ends in zip(*blocks, strict=True))
 
@@ -103,7 +103,7 @@ class Segments(OfTokens):
         return (q == k) & (q >= 0)
 
     def tiles(self, q: BlockBounds, k: BlockBounds):
-        """From the range of ids in each block: ``some`` if both ranges overlap, ``all`` if both are the same one id."""
+        """From the range of ids in each block: ``some`` if they overlap, ``all`` if both are the same single id."""
         (q_low, k_low), (q_high, k_high) = (ends._columns() for ends in self._block_bounds(q, k))
         some = (q_high >= 0) & (k_high >= 0) & (q_low <= k_high) & (k_low <= q_high)
         return some, (q_low >= 0) & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)

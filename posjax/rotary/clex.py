@@ -68,7 +68,7 @@ class CLEX(FrequencyRule):
         return width // 2, self.param_factor * width
 
     def _scale(self, length: Length):
-        """t as an integer."""
+        """The scale t as an integer."""
         xp = np if is_host(length) else jnp
         return xp.minimum(1 + (xp.maximum(length, 1) - 1) // self.original_length, self.max_factor)
 

@@ -1,7 +1,7 @@
 """Positions with several axes: image grids, and the ids of sequences of text and images (M-RoPE, RoPE-Tie).
 
-All of it runs on the host, in NumPy: a data pipeline computes coordinates ``[n, axes]`` once. Whole coordinates are
-int32, so that their angles are exact; others are float32, which holds half-integers up to 2^23.
+A data pipeline computes coordinates ``[n, axes]`` once, on the host, in NumPy. Whole coordinates are int32, so that
+their angles are exact; others are float32, which holds half-integers up to 2^23.
 """
 
 import math
@@ -84,10 +84,10 @@ def mrope_positions(spans: Sequence[Span], start: int = 0) -> SpanPositions:
 
 
 def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, num_axes: int = 2, start: int = 0) -> SpanPositions:
-    """Ids of text and images that treat the two symmetrically: RoPE-Tie (kexue.fm 10040; 10352 for "centred").
+    """Ids that treat text and images symmetrically: RoPE-Tie (kexue.fm 10040; 10352 for "centred").
 
-    spans: as in :func:`mrope_positions`, each grid with ``num_axes`` sizes n_a. L is the position of the last text
-        token before the grid, N = prod n_a its number of cells, K the position of the next text token. On axis a, cell
+    spans: as in :func:`mrope_positions`, each grid with ``num_axes`` sizes n_a. L is the last position before the
+        grid, N = prod n_a the number of its cells, K the position of the next text token. On axis a, cell
         i_a = 1 .. n_a has the position
     spacing:
         ``"tie"``            L + i_a prod_{b != a} (n_b + 1),   K = L + prod_b (n_b + 1); int32. For an image of h rows
@@ -114,7 +114,7 @@ def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, num_axes: int 
 
 
 def _lay_out(spans: Sequence[Span], num_axes: int, grid: Callable, start: int, dtype: Any) -> SpanPositions:
-    """Lays spans one after another; ``grid(sizes)`` gives a grid's offsets from the token before it, and K - L."""
+    """The spans one after another; ``grid(sizes)`` gives a grid's offsets from the position before it, and K - L."""
     parts, last = [np.zeros((0, num_axes))], start - 1
     for span in spans:
         if isinstance(span, numbers.Integral):

@@ -122,7 +122,7 @@ class GeneralRotary(Features):
     generators: ``[axes, d, d]``, d the size of a head, as an array or nested tuples; the same for every head. Positions
         are coordinates as :func:`posjax.rotary.coordinates.by_axis` takes them; whole ones have exact angles.
 
-    Features are diag_t(R(<p, omega_t>)) P^T q, without the common factor P. Raises ValueError as :func:`decompose`.
+    Features are diag_t(R(<p, omega_t>)) P^T q, without the common factor P. Raises ValueError like :func:`decompose`.
     """
 
     generators: tuple[tuple[tuple[float, ...], ...], ...]
@@ -161,5 +161,5 @@ class GeneralRotary(Features):
         return apply_rotary(projected, self.table(positions)).astype(q.dtype)
 
     def key(self, params, k, positions, *, head_dim: int, length=None):
-        """As ``query``."""
+        """``diag_t(R(<p, omega_t>)) P^T k``, computed as in ``query``."""
         return self.query(params, k, positions, head_dim=head_dim)

@@ -45,9 +45,9 @@ class SeveralAxes(FrequencyRule):
         """As :meth:`FrequencyRule.table`, for coordinates too; each pair uses the table of its axis."""
         options = {"head_dim": head_dim, "length": length, "params": params, "precision": precision}
         first, *others = (self.axis_table(axis, **options) for axis in by_axis(positions, self.num_axes))
-        which = self.pair_axes(head_dim)
+        pair_axes = self.pair_axes(head_dim)
         for axis, table in enumerate(others, 1):
-            first = RotaryTable(*(jnp.where(which == axis, b, a) for a, b in zip(first, table, strict=True)))
+            first = RotaryTable(*(jnp.where(pair_axes == axis, b, a) for a, b in zip(first, table, strict=True)))
         return first
 
     def to_hf(self):
@@ -105,7 +105,7 @@ class Axial(SeveralAxes):
         return self.unit * inverse_powers(self.base, width).reshape(-1, self.num_axes).T.ravel()
 
     def pair_axes(self, head_dim: int | None = None):
-        """Blocks of equal size, in ``order``."""
+        """The axis of each pair: blocks of equal size, in ``order``."""
         return np.repeat(self.order, self.rotary_dim(head_dim) // (2 * self.num_axes))
 
     def axis_table(self, positions: Positions, **options) -> RotaryTable:
@@ -130,8 +130,8 @@ token is not rotated: its coordinates are (0, 0), but (-1, -1) for Llama 4, whic
 class _OneDimensional(SeveralAxes):
     """Frequencies of a rule in one dimension, distributed over the axes.
 
-    rule: the rule (YaRN, dynamic NTK, ...); None is RoPE with this rule's own base, head_dim and partial rotary factor.
-        A given rule sets those three.
+    rule: the rule (YaRN, dynamic NTK, ...); None is RoPE with this object's base, head_dim and partial rotary factor.
+        If a rule is given, it sets those three.
     """
 
     rule: FrequencyRule | None = None
@@ -177,15 +177,15 @@ class _OneDimensional(SeveralAxes):
         return self._rule.softmax_scale
 
     def rotary_dim(self, head_dim: int | None = None) -> int:
-        """w, as the rule counts it."""
+        """w, the rotary width of the rule."""
         return self._rule.rotary_dim(head_dim)
 
     def inverse_frequencies(self, head_dim: int | None = None):
-        """Those of the rule, in its order."""
+        """The inverse frequencies of the rule, in its order."""
         return self._rule.inverse_frequencies(head_dim)
 
     def at_length(self, length: Length | None = None, *, head_dim: int | None = None):
-        """As ``at_length`` of the rule."""
+        """The result of the rule's ``at_length``."""
         return self._rule.at_length(length, head_dim=head_dim)
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
@@ -193,7 +193,7 @@ class _OneDimensional(SeveralAxes):
         return self._rule.init(key, head_dim)
 
     def axis_table(self, positions: Positions, **options) -> RotaryTable:
-        """The rule's own table."""
+        """The rule's table."""
         return self._rule.table(positions, **options)
 
 
@@ -234,16 +234,16 @@ class MRoPE(_OneDimensional):
         return width
 
     def pair_axes(self, head_dim: int | None = None):
-        """Runs of ``sections``, or every k-th pair."""
+        """The axis of each pair: runs of ``sections`` pairs, or every k-th pair if interleaved."""
         pairs = self.rotary_dim(head_dim) // 2
         if self.layout == "chunked":
             return np.repeat(np.arange(self.num_axes), self.sections)
-        which = np.zeros(pairs, int)
+        axes = np.zeros(pairs, int)
         for axis in range(1, self.num_axes):
-            which[axis : self.num_axes * self.sections[axis] : self.num_axes] = axis
-        found = tuple(np.bincount(which, minlength=self.num_axes).tolist())
+            axes[axis : self.num_axes * self.sections[axis] : self.num_axes] = axis
+        found = tuple(np.bincount(axes, minlength=self.num_axes).tolist())
         check(found == self.sections, f"sections {self.sections} cannot be interleaved: that would give {found}")
-        return which
+        return axes
 
     def to_hf(self):
         """The rule's ``rope_parameters`` with ``mrope_section`` and ``mrope_interleaved``."""
@@ -269,5 +269,5 @@ class RoPETie(_OneDimensional):
         super().__post_init__()
 
     def pair_axes(self, head_dim: int | None = None):
-        """The axes in turn."""
+        """The axis of each pair: the axes in turn."""
         return np.arange(self.rotary_dim(head_dim) // 2) % self.num_axes

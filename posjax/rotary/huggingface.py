@@ -1,6 +1,6 @@
 """Reading Hugging Face's rope settings: ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
 
-Where that library warns or guesses, this module raises ValueError: an unknown type or key, a missing key, a base of
+Where transformers warns or guesses, this module raises ValueError: an unknown type or key, a missing key, a base of
 None. The other direction is each rule's ``to_hf``.
 """
 
@@ -67,10 +67,10 @@ Config = Mapping[str, Any]
 
 
 class HasDict(Protocol):
-    """A configuration as an object."""
+    """A configuration object that gives a dictionary."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``config.json`` would hold."""
+        """The dictionary that ``config.json`` holds."""
 
 
 def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule | None]:
@@ -83,10 +83,11 @@ def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule
     Returns a rule whose ``head_dim`` is set if the configuration has it. Where layer types differ (Gemma 3,
     ModernBERT, nested ``rope_parameters``) returns ``{layer_type: rule}``, with None for a layer type without rope.
 
-    Precedence, first found wins. Base and partial rotary factor: inner dictionary, outer configuration, the model
-    type's default, 10,000 and 1. Original length: for a flat dictionary the outer ``original_max_position_embeddings``
-    (Phi-3), then the inner one, then ``max_position_embeddings``; for a nested one the last two. A missing longrope
-    factor, or a yarn factor of None, is ``max_position_embeddings`` over the original length.
+    Precedence: the first that is found wins. Base and partial rotary factor: inner dictionary, outer configuration, the
+    model type's default, 10,000 and 1. Original length: for a flat dictionary the outer
+    ``original_max_position_embeddings`` (Phi-3), then the inner one, then ``max_position_embeddings``; for a nested
+    dictionary only the last two. A missing longrope factor, or a yarn factor of None, is ``max_position_embeddings``
+    divided by the original length.
 
     Raises ValueError for an unknown type or key, a missing key, a base of None, a factor below 1, lists of the wrong
     length, and every other value that the rule rejects; the message starts with the layer type if there is one.

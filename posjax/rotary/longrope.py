@@ -1,4 +1,4 @@
-"""LongRoPE: rescale factors of every frequency, found by search, and that search (arXiv:2402.13753)."""
+"""LongRoPE: a rescale factor for every frequency, found by search, and the search itself (arXiv:2402.13753)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -171,7 +171,7 @@ UNSCALED_FIRST = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 
 
 class Found(NamedTuple):
-    """What a search found: the best rule, its fitness, and the best fitness after the start and every iteration."""
+    """What a search found: the best rule, its fitness, and the best fitness at the start and after every iteration."""
 
     rule: LongRoPE
     fitness: float
@@ -179,7 +179,7 @@ class Found(NamedTuple):
 
 
 class _Individual(NamedTuple):
-    """lambda_t as steps above 1, non-decreasing, and the index of n-hat."""
+    """lambda_t as numbers of steps above 1, non-decreasing in t, and the index of n-hat in the choices."""
 
     steps: tuple[int, ...]
     first: int
@@ -225,7 +225,7 @@ class _Space:
 
 
 def _cross(a: _Individual, b: _Individual, random: np.random.Generator) -> _Individual:
-    """Takes each lambda_t from one of the parents and sorts the list: each lies between those of the parents."""
+    """Takes each lambda_t from a random parent, then sorts the list: each one lies between those of the parents."""
     from_a = random.random(len(a.steps)) < 0.5
     steps = np.sort(np.where(from_a, a.steps, b.steps))
     return _Individual(tuple(steps.tolist()), a.first if random.random() < 0.5 else b.first)
@@ -257,12 +257,12 @@ def search(
     fitness: of a rule with ``select="long"``, lower is better, such as the perplexity of long documents. It is called
         once for each rule; NaN counts as infinite. 1,344 calls at most by default.
     initial: gives the lengths of the lists, ``factor``, ``original_length``, base and all other fixed settings. To
-        get a short list by search, copy the found one into ``short_factor`` (``dataclasses.replace``).
+        get a short list by search, copy the long list found into ``short_factor`` (``dataclasses.replace``).
 
     Returns the best rule with the ``select`` of ``initial``, never worse than any of the four it started from.
     Raises ValueError for sizes that are not positive, fewer than 4 individuals or more parents than individuals, a
-    ``reach`` below 1, an ``initial`` without factor, and an ``unscaled_first`` that does not hold 0 and that of
-    ``initial``.
+    ``reach`` below 1, an ``initial`` without factor, and an ``unscaled_first`` that does not hold 0 and the
+    value of ``initial``.
     """
     space = _space(initial, reach, step, tuple(unscaled_first))
     _check_sizes(population, parents, mutations, crossovers, probability, iterations)

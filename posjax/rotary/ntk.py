@@ -1,7 +1,8 @@
 """Rules that change the radix of RoPE: neural-tangent-kernel scaling and its relatives.
 
-theta_t = beta^-t with beta = base^(2/w) reads a position as a number in radix beta, one digit a pair (kexue.fm 9675).
-To fit k times as many positions into the digits these rules change the radix instead of scaling all digits equally.
+theta_t = beta^-t with beta = base^(2/w) reads a position as a number in radix beta, one digit for each pair
+(kexue.fm 9675). To fit k times as many positions into the digits, these rules change the radix instead of scaling all
+digits equally.
 """
 
 import math
@@ -28,7 +29,7 @@ def ntk_exponents(width: int) -> Float[np.ndarray, "width/2"]:
 class _Radix(OfFactor):
     """theta_t times ``_multipliers(w/2)[t]``, which depend only on ``factor`` and the index.
 
-    factor: the length to reach over that of training, at least 1.
+    factor: the target length divided by the training length, at least 1.
     """
 
     def _scaled(self, inverse_frequencies):

@@ -27,7 +27,7 @@ def is_host(length: Length) -> bool:
 
 
 def per_token(factor: Float[Array, "*lengths"]) -> Float[Array, "*lengths 1 1"]:
-    """A factor for each row ``[batch, 1, 1]`` or token ``[batch, length, 1]``, to multiply a table; scalars as is."""
+    """The factor of each row ``[batch, 1, 1]`` or token ``[batch, length, 1]``, for a table; scalars unchanged."""
     return factor[(..., *(None,) * (3 - factor.ndim))] if factor.ndim else factor
 
 
@@ -88,7 +88,7 @@ class FrequencyRule:
         return self._scaled(inverse_powers(self.base, self.rotary_dim(head_dim)))
 
     def _scaled(self, inverse_frequencies: Float[np.ndarray, "half"]) -> Float[np.ndarray, "half"]:
-        """The rule's change of the plain frequencies."""
+        """The frequencies of the rule, from the plain ones."""
         return inverse_frequencies
 
     @property
@@ -107,7 +107,7 @@ class FrequencyRule:
         ``length`` is read only by rules with ``reads_length``; None means their training length. A Python int or a
         NumPy array gives exact frequencies, a traced one float32. Lengths ``[batch]`` give ``[batch, w/2]``, and a
         factor ``[batch, 1, 1]`` if the factor depends on the length too.
-        ``head_dim`` is needed when the rule itself has none; raises ValueError without either, or if they disagree.
+        ``head_dim`` is needed if the rule has none. Raises ValueError if neither is given, or if the two differ.
         """
         found = self.inverse_frequencies(head_dim)
         if is_own_class(type(self)):
@@ -163,7 +163,7 @@ class FrequencyRule:
 
 @dataclass(frozen=True)
 class OfFactor(FrequencyRule):
-    """A rule with a ``factor`` of at least 1: mostly the length to reach over that of training."""
+    """A rule with a ``factor`` of at least 1: usually the target length divided by the training length."""
 
     factor: float
 
@@ -199,7 +199,7 @@ class Proportional(FrequencyRule):
     p = 0.25; Hugging Face calls it "proportional".
 
     partial_rotary_factor: p, the share of the pairs that rotate, those of the highest frequencies.
-    factor: the length to reach over that of training, at least 1.
+    factor: the target length divided by the training length, at least 1.
     """
 
     partial_rotary_factor: float = field(default=0.75, kw_only=False)
@@ -240,7 +240,7 @@ def inverse_frequencies(head_dim: int, base: float = 10_000.0, *, partial_rotary
 
 
 def check_angles(frequencies: Any, precision: str) -> None:
-    """Raises ValueError unless the first is a frequency rule and the second a precision of ``rotary_table``."""
+    """Raises ValueError unless ``frequencies`` is a rule and ``precision`` is one of ``rotary_table``."""
     made = isinstance(frequencies, FrequencyRule)
     check(made, f"frequencies must be a frequency rule such as Plain(), found {shown(frequencies)}")
     check_choice("precision", precision, ("exact", "hf"))

@@ -20,7 +20,7 @@ from posjax.rotary.tables import RotaryTable, rotary_table
 class Linear(OfFactor):
     """Position interpolation: theta_t / factor, the same as dividing every position (arXiv:2306.15595, section 3.2).
 
-    factor: the length to reach over that of training, at least 1.
+    factor: the target length divided by the training length, at least 1.
     """
 
     hf_type: ClassVar[str] = "linear"
@@ -78,7 +78,7 @@ class NTKByParts(OfFactor):
 
     gamma_t falls from 1 to 0 along a ramp between ``beta_fast`` and ``beta_slow`` rotations over ``original_length``.
 
-    factor: the length to reach over that of training, at least 1.
+    factor: the target length divided by the training length, at least 1.
     original_length: L, the length in tokens that the model was trained on.
     beta_fast: pairs that make more rotations than this over L keep their frequency.
     beta_slow: pairs that make fewer rotations than this over L are interpolated.
@@ -144,7 +144,7 @@ class YaRN(NTKByParts):
     """NTK-by-parts with a temperature: cos and sin times 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4).
 
     attention_factor: if given, the multiplier of cos and sin.
-    mscale, mscale_all_dim: DeepSeek's. With both (and no attention_factor) the multiplier of cos and sin is
+    mscale, mscale_all_dim: as in DeepSeek. With both (and no attention_factor) the multiplier of cos and sin is
         m(factor, mscale) / m(factor, mscale_all_dim), with m = :func:`yarn_magnitude`, and the logits are also
         multiplied by ``softmax_scale`` = m(factor, mscale_all_dim)^2: in latent attention only a part of each head is
         rotary, and a factor of cos and sin would miss the rest. A table does not include ``softmax_scale``: pass

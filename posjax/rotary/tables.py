@@ -28,8 +28,9 @@ def learned_angles(
 ) -> Float[Array, "*b n half"]:
     """``position * value`` modulo whole turns for learned float32 frequencies, with the product's derivatives.
 
-    The value is reduced to a turn in fixed point, so that two angles differ by the angle of their distance at any
-    position. The float32 product has an error of 0.03 rad at one million, so it gives only the gradient.
+    The angle is reduced to one turn in fixed point, so that the angles of two positions differ by the angle of their
+    distance, however large the positions are. The float32 product has an error of 0.03 rad at position one million, so
+    only the gradient is taken from it.
     """
     exact = real_angles(positions, fixed_point(jax.lax.stop_gradient(values)))
     positions, values = level(positions.astype(jnp.float32)[..., None], values.astype(jnp.float32))

@@ -54,19 +54,19 @@ def rotated(
 
 
 def _widened(part: Array, size: int, pairing: str, fill: float) -> Float[Array, "batch_or_1 length size"]:
-    """A number for every feature; those that do not rotate get ``fill``."""
+    """The table with a number for every feature; features that do not rotate get ``fill``."""
     wide = jnp.tile(part, 2) if pairing == "half" else jnp.repeat(part, 2, axis=-1)
     wide = jnp.pad(wide, [(0, 0)] * (wide.ndim - 1) + [(0, size - wide.shape[-1])], constant_values=fill)
     return wide.reshape(-1, *wide.shape[-2:])
 
 
 def _partners(size: int, width: int, pairing: str) -> np.ndarray:
-    """``P``; zero for features from ``width`` on."""
-    numbers = np.arange(width)
-    first, second = numbers.reshape(2, -1) if pairing == "half" else numbers.reshape(-1, 2).T
-    found = np.zeros((size, size), np.float32)
-    found[second, first], found[first, second] = -1, 1
-    return found
+    """The signed permutation ``P``; zero for features from ``width`` on."""
+    channels = np.arange(width)
+    first, second = channels.reshape(2, -1) if pairing == "half" else channels.reshape(-1, 2).T
+    permutation = np.zeros((size, size), np.float32)
+    permutation[second, first], permutation[first, second] = -1, 1
+    return permutation
 
 
 def _kernel(x_ref, cos_ref, sin_ref, partners_ref, y_ref):

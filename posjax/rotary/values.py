@@ -16,8 +16,8 @@ class ValueRotary(Rotary):
 
         o_i = R_i^T sum_j a_ij R_j v_j = sum_j a_ij R_{j-i} v_j
 
-    targets: ``"vo"``: queries and keys are not rotated; ``"qkvo"``: they are, as in RoPE. The article's 1B models have
-        losses of 2.712 (RoPE), 2.719 (qkvo), 2.770 (vo) and 2.795 (no position).
+    targets: ``"vo"``: queries and keys are not rotated; ``"qkvo"``: they are rotated, as in RoPE. The article's 1B
+        models have losses of 2.712 (RoPE), 2.719 (qkvo), 2.770 (vo) and 2.795 (no position).
 
     Pairs and frequencies are those for the size of the values, which may differ from that of the keys. A rule's
     attention factor is for logits: it is not applied to values. A cache holds rotated values.
@@ -30,7 +30,7 @@ class ValueRotary(Rotary):
         check_choice("targets", self.targets, ("vo", "qkvo"))
 
     def query(self, params, q, positions, *, head_dim: int, length=None):
-        """``q``, or ``R(p) q``."""
+        """``q`` for the targets ``"vo"``, otherwise ``R(p) q``."""
         if self.targets == "vo":
             return q
         return super().query(params, q, positions, head_dim=head_dim, length=length)

@@ -33,7 +33,7 @@ class XPos(Rotary):
 
     @property
     def one_sided(self) -> str:
-        """Why it is for causal attention only."""
+        """Why xPos is for causal attention only."""
         return "xPos grows exponentially towards keys ahead of the query: its paper defines it for causal attention"
 
     def decay(self, head_dim: int) -> Float[np.ndarray, "head_dim"]:
