@@ -18,8 +18,8 @@ from posjax.scheme import Scheme
 class Layer(NamedTuple):
     """The inputs of attention in one layer: projections after the norm of the scheme and before its features.
 
-    ``gates`` are the result of ``Scheme.prepare`` (FoX), or None. ``options`` are those of the config that change
-    logits, for ``Scheme.attend``.
+    ``gates`` are the result of ``Scheme.prepare`` (FoX), or None. ``options`` are the options of the config that change
+    the logits, as arguments of ``Scheme.attend``.
     """
 
     scheme: Scheme
@@ -33,7 +33,7 @@ class Layer(NamedTuple):
 def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int | None = None) -> Iterator[Layer]:
     """The queries and keys of every layer in turn, for tokens at positions ``0, 1, 2, ...``.
 
-    Only those of one period of the layers' pattern are in memory at a time.
+    Only the queries and keys of one period of the layers' pattern are in memory at a time.
 
     Args:
         model: any decoder.
@@ -44,26 +44,26 @@ def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int |
     x = model._embed(tokens, inputs)
     for stack, (schemes, repeats) in zip(model.stacks, model.config.layers.patterns, strict=True):
         graph, state = nnx.split(stack)
-        where = {"graph": graph, "schemes": schemes, "length": inputs.length}
+        static = {"graph": graph, "schemes": schemes, "length": inputs.length}
         shared = [inputs.shared.get(scheme, {}) for scheme in schemes]
         for n in range(repeats):
-            x, found = _run_period(jax.tree.map(lambda leaf, n=n: leaf[n], state), x, inputs.visible, shared, **where)
-            for scheme, given in zip(schemes, found, strict=True):
-                yield Layer(scheme, *given, model.config.logit_options)
+            x, found = _run_period(jax.tree.map(lambda leaf, n=n: leaf[n], state), x, inputs.visible, shared, **static)
+            for scheme, captured in zip(schemes, found, strict=True):
+                yield Layer(scheme, *captured, model.config.logit_options)
 
 
 @partial(jax.jit, static_argnames=("graph", "schemes", "length"))
 def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[Array, list[tuple]]:
-    """The output of the blocks of one period, and the inputs of their attentions."""
+    """The output of the blocks of one period, and the inputs of attention in each block."""
     inputs = LayerInputs(Range(0, x.shape[1]), None, visible, length, dict(zip(schemes, shared, strict=True)))
     found = []
     for block in nnx.merge(graph, state):
-        found.append(_given(block, x, inputs))
+        found.append(_attention_inputs(block, x, inputs))
         x = block(x, inputs)
     return x, found
 
 
-def _given(block: Block, x: Array, inputs: LayerInputs) -> tuple:
+def _attention_inputs(block: Block, x: Array, inputs: LayerInputs) -> tuple:
     attention, x = block.attention, block.attention_input(x)
     scheme = attention.scheme
     params = plain(attention.learned) | inputs.shared.get(scheme, {})

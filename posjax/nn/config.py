@@ -26,35 +26,35 @@ class DecoderConfig:
         num_heads: query heads.
         num_kv_heads: key and value heads (GQA); ``num_heads`` when left out.
         head_dim: size of a head; ``model_dim // num_heads`` when left out.
-        mlp_dim: hidden width; when left out 4 ``model_dim``, or for a gated MLP 8/3 of it rounded up to a multiple of
-            8.
+        mlp_dim: hidden width; when left out 4 ``model_dim``, or for a gated MLP 8/3 ``model_dim`` rounded up to a
+            multiple of 8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
             ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``.
-        experts: a mixture of MLPs instead of one; ``mlp_dim`` is then the width of each (gpt-oss).
+        experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert (gpt-oss).
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.
         biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
         embedding_norm: whether a norm follows the embedding (BLOOM).
-        projection_norm: whether queries and keys are normed over all heads together (OLMo 2); a norm of each head is
-            ``Scheme(norm=QKNorm())``.
-        embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others have 1.
+        projection_norm: whether queries and keys are normed over all heads together (OLMo 2); to norm each head
+            separately use ``Scheme(norm=QKNorm())``.
+        embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others use 1.
         query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite).
         logit_scale: factor of the logits (Cohere, Granite).
         attention_softcap: cap c of the scores of attention, ``c tanh(z / c)`` (Gemma 2).
-        logit_softcap: the same for the logits.
+        logit_softcap: the same cap for the logits of the vocabulary.
         tied_head: whether the output projection is the embedding.
         causal: False makes a bidirectional encoder, for a masked-token loss.
-        trained_length: tokens of the longest rows that the model was trained for. It is only written to released
-            layouts.
+        trained_length: tokens of the longest rows that the model was trained for. It changes no computation; it is
+            only written to released layouts.
         scheme: the position scheme: one ``Scheme`` for all layers, or ``Layers``.
         compute_dtype: of activations and matrix products, ``"float32"`` or ``"bfloat16"``; parameters, norms, logits
             and softmax statistics are float32.
         remat: what the backward pass recomputes in each block: ``"none"``; ``"dots"``, everything except matrix
-            products with parameters and results of attention; ``"offload"``, the same, with the products stored in host
-            memory; ``"attention"``, everything except results of attention, for long sequences, where attention takes
-            most of the time and its results take little memory; ``"full"``, everything. Results of attention are stored
-            only if they were computed in linear memory: short rows, linear attention, CoPE and cuDNN are always
-            recomputed.
+            products with parameters and results of attention; ``"offload"``, the same as ``"dots"``, with the products
+            stored in host memory; ``"attention"``, everything except results of attention, for long sequences, where
+            attention takes most of the time and its results take little memory; ``"full"``, everything. Results of
+            attention are stored only if they were computed in linear memory: short rows, linear attention, CoPE and
+            cuDNN are always recomputed.
         scan_layers: whether the blocks run as ``lax.scan``, which compiles one block instead of all.
         implementation: attention backend; see ``posjax.attention``.
         placement: how activations are split over the Auto axes of the mesh in use (``jax.set_mesh``), if there is one;

@@ -51,7 +51,7 @@ class DecoderCache:
     """The cache of a decoder.
 
     Args:
-        stacks: for every pattern of layers, for every layer of its period, a cache with a leading axis of repeats.
+        stacks: ``stacks[p][n]`` is the cache of layer n in the period of pattern p, with a leading axis of repeats.
         used: how many tokens of each row are in the cache.
         capacity: the most tokens of a row.
     """
@@ -102,8 +102,8 @@ class Decoder(nnx.Module):
         coordinates: Float[Array, "*b length axes"] | Int[Array, "*b length axes"] | None = None,
     ) -> Float[Array, "batch length vocab"]:
         """Logits of every token, float32; the arguments are those of ``hidden``."""
-        where = {"positions": positions, "segment_ids": segment_ids, "length": length, "coordinates": coordinates}
-        return self.logits(self.hidden(tokens, **where))
+        arguments = {"positions": positions, "segment_ids": segment_ids, "length": length, "coordinates": coordinates}
+        return self.logits(self.hidden(tokens, **arguments))
 
     def hidden(
         self,
@@ -116,17 +116,17 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch length embed"]:
         """The output of the blocks for every token, after the last norm: the input of ``logits``.
 
-        On a mesh (``config.placement``) all arguments are in the order of its layout.
+        On a mesh all arguments are in the order of the layout of ``config.placement``.
 
         Args:
             tokens: int32 ids from 0 to ``vocab_size - 1``. Other ids raise no error: larger ids get the embedding of
                 the last token; negative ids count from the end (-1 is the last token), at most to the first token.
             positions: of the tokens; when left out 0, 1, 2, ... or, with ``segment_ids``, counted inside each segment.
-                With a bias whose result does not change by that, they are counted in the row
+                With a bias that gives the same result for both counts, positions are counted in the row
                 (``Layers.counts_in_row``).
             segment_ids: documents packed into a row, each contiguous and with its own id; tokens of different documents
                 do not see each other. Negative ids are padding.
-            length: the current length for schemes that read it (dynamic NTK); the row's when left out.
+            length: the current length for schemes that read it (dynamic NTK); the length of the row when left out.
             coordinates: positions for features and embedding only, ``[batch, length, axes]`` or ``[length, axes]``: in
                 several axes (images), or real-valued. Masks, biases and scales still read ``positions``.
 
@@ -144,10 +144,10 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "*b embed"]) -> Float[Array, "*b vocab"]:
         """Logits from the result of ``hidden``, float32: ``cap(logit_scale (hidden matrix + bias))``."""
         rows, matrix = explicit_spec(hidden)[:-1], self.output_matrix
-        taken = {axis for part in rows for axis in axes_of(part)}
-        columns = tuple(axis for axis in axes_of(explicit_spec(matrix)[1]) if axis not in taken)
-        made = partial(_logits, finish=self.config.finish_logits)
-        return on_auto_axes(made, hidden, matrix, self.output_bias, like=PartitionSpec(*rows, columns or None))
+        row_axes = {axis for part in rows for axis in axes_of(part)}
+        vocab_axes = tuple(axis for axis in axes_of(explicit_spec(matrix)[1]) if axis not in row_axes)
+        compute = partial(_logits, finish=self.config.finish_logits)
+        return on_auto_axes(compute, hidden, matrix, self.output_bias, like=PartitionSpec(*rows, vocab_axes or None))
 
     @property
     def output_matrix(self) -> Float[Array, "embed vocab"]:
@@ -174,8 +174,8 @@ class Decoder(nnx.Module):
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
 
         def stacked(scheme: Scheme, repeats: int):
-            one = scheme.init_cache(batch, capacity, **heads, chunk=chunk, dtype=config.dtype)
-            return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (repeats, *leaf.shape)), one)
+            cache = scheme.init_cache(batch, capacity, **heads, chunk=chunk, dtype=config.dtype)
+            return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (repeats, *leaf.shape)), cache)
 
         stacks = tuple(tuple(stacked(scheme, n) for scheme in schemes) for schemes, n in config.layers.patterns)
         return DecoderCache(stacks, jnp.zeros(batch, jnp.int32), capacity)
@@ -219,8 +219,8 @@ class Decoder(nnx.Module):
         _check_shapes(tokens, positions, valid, coordinates)
         seen = cache.used[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)
         index = jnp.where(valid, seen - 1, 0)
-        where = index if positions is None else jnp.broadcast_to(positions, tokens.shape)
-        inputs = LayerInputs(where, None, index + 1, length, self._shared(), coordinates, valid)
+        token_positions = index if positions is None else jnp.broadcast_to(positions, tokens.shape)
+        inputs = LayerInputs(token_positions, None, index + 1, length, self._shared(), coordinates, valid)
         x, stacks = self._embed(tokens, inputs), []
         for stack, caches in zip(self.stacks, cache.stacks, strict=True):
             x, caches = self._run_decode(stack, caches, x, inputs)
@@ -250,25 +250,25 @@ class Decoder(nnx.Module):
         if coordinates is not None:
             coordinates = jnp.broadcast_to(coordinates, (rows, columns, coordinates.shape[-1]))
         ids = None if segment_ids is None else layout.restore(segment_ids)
-        # A range counts the whole row in its original order, for any layout.
+        # A Range counts the tokens of the whole row in their original order, for any layout.
         row = Range(0, columns)
-        where = row if ids is None else layout.apply(from_segments(ids))
-        counted = self._in_layout(where) + 1
+        in_segments = row if ids is None else layout.apply(from_segments(ids))
+        visible = self._in_layout(in_segments) + 1
         if not self.config.causal:
-            counted = jnp.full_like(counted, columns) if ids is None else layout.apply(_segment_sizes(ids))
+            visible = jnp.full_like(visible, columns) if ids is None else layout.apply(_segment_sizes(ids))
         if positions is None:
-            positions = row if self.config.layers.counts_in_row else where
+            positions = row if self.config.layers.counts_in_row else in_segments
         return LayerInputs(
             positions=positions,
             mask=None if segment_ids is None else Segments(segment_ids, finite=True),
-            visible=counted,
+            visible=visible,
             length=columns if length is None else length,
             shared=self._shared(),
             coordinates=coordinates,
         )
 
     def _in_layout(self, positions: Positions):
-        """Positions as an array, those of a range in the order of the layout."""
+        """Positions as an array; a ``Range`` is put into the order of the layout."""
         array = as_array(positions)
         return self.config.placement.layout.apply(array) if isinstance(positions, Range) else array
 
@@ -281,8 +281,8 @@ class Decoder(nnx.Module):
     def _embed(self, tokens, inputs: LayerInputs):
         """The embeddings of tokens and positions."""
         learned = plain(self.embedding).get("embedding", {})
-        where = inputs.positions, inputs.coordinates
-        x = on_auto_axes(self._embedded, self.embed[...], learned, tokens, *where, like=explicit_spec(tokens))
+        places = inputs.positions, inputs.coordinates
+        x = on_auto_axes(self._embedded, self.embed[...], learned, tokens, *places, like=explicit_spec(tokens))
         x = placed(x, self.config.placement)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
@@ -292,12 +292,12 @@ class Decoder(nnx.Module):
         x = x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
         spec = self.config.layers.embedding
         if spec is not None:
-            where = self._in_layout(positions) if coordinates is None else coordinates[..., 0]
-            x = x + spec.embed(learned, where, self.config.model_dim)
+            places = self._in_layout(positions) if coordinates is None else coordinates[..., 0]
+            x = x + spec.embed(learned, places, self.config.model_dim)
         return x.astype(self.config.dtype)
 
     def _run(self, stack: nnx.List, x, inputs: LayerInputs):
-        """The blocks of one pattern, repeated: a scan over its repeats, or the same in a Python loop."""
+        """Runs the blocks of one pattern for all its repeats, in ``lax.scan`` or in a Python loop."""
         graph, state = nnx.split(stack)
 
         def period(x, layer):
@@ -314,7 +314,7 @@ class Decoder(nnx.Module):
         return x
 
     def _run_decode(self, stack: nnx.List, caches: tuple, x, inputs: LayerInputs):
-        """The blocks of one pattern on new tokens: a scan over its repeats, with their caches."""
+        """Runs the blocks of one pattern on new tokens, in a scan over its repeats and their caches."""
         graph, state = nnx.split(stack)
 
         def period(x, layer):
@@ -350,7 +350,7 @@ def logical_axes(model: nnx.Module) -> dict:
 def _stack(
     config: DecoderConfig, schemes: tuple[Scheme, ...], repeats: int, rngs: nnx.Rngs, *, first: bool
 ) -> nnx.List:
-    """The blocks of one pattern with their parameters stacked over its repeats; ``first`` if it has layer 0."""
+    """The blocks of one pattern with their parameters stacked over its repeats; ``first`` if layer 0 is in it."""
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap
@@ -387,6 +387,6 @@ def _check_shapes(tokens, positions, segment_ids, coordinates) -> None:
 
 
 def _segment_sizes(segment_ids):
-    """Tokens in each token's segment: those before it, itself, and those after it."""
+    """For each token, the number of tokens in its segment: before it, itself, and after it."""
     after = jnp.flip(from_segments(jnp.flip(segment_ids, -1)), -1)
     return from_segments(segment_ids) + 1 + after

@@ -29,9 +29,10 @@ def lookup(
 
     Args:
         table: a row for every token of the vocabulary.
-        tokens: from 0 to ``vocab - 1``. A negative token counts from the end. A token that is still outside gets the
-            nearest row, and adds nothing to its gradient.
-        placement: how ``tokens`` are split over the mesh in use. The vocabulary may be split as heads are.
+        tokens: from 0 to ``vocab - 1``. A negative token counts from the end. A token that is still outside this range
+            gets the nearest row, and adds nothing to the gradient of that row.
+        placement: how ``tokens`` are split over the mesh in use. The vocabulary may be split over the axes of the
+            heads.
     """
     split = None if placement is None else _split(placement, jax.sharding.get_abstract_mesh(), table, tokens)
     wide = table.dtype == at_least_float32(table.dtype)
@@ -39,7 +40,7 @@ def lookup(
 
 
 class _MeshAxes(NamedTuple):
-    """The mesh axes over which batch, sequence and vocabulary are split, and all axes to enter."""
+    """The mesh axes over which batch, sequence and vocabulary are split, and all axes that ``shard_map`` enters."""
 
     rows: tuple[str, ...]
     length: tuple[str, ...]
@@ -55,24 +56,24 @@ class _MeshAxes(NamedTuple):
         return PartitionSpec(self.vocabulary or None)
 
     def map(self, function: Callable, takes: tuple, gives: PartitionSpec) -> Callable:
-        """``function`` on every device."""
+        """``function`` on the shards of every device."""
         return jax.shard_map(function, in_specs=takes, out_specs=gives, axis_names=self.entered)
 
 
 def _split(placement: Placement, mesh: AbstractMesh, table: Array, tokens: Array) -> _MeshAxes | None:
-    """The axes to split over; None without a mesh, inside ``shard_map``, or if the mesh does not divide the tokens.
+    """The mesh axes to split over; None without a mesh, inside ``shard_map``, or if the axes do not divide the tokens.
 
     Raises ValueError for an axis that the mesh does not have.
     """
-    left = [tuple(axis for axis in side if axis not in mesh.manual_axes) for side in placement.split_axes]
-    if mesh.empty or not any(left):
+    open_axes = [tuple(axis for axis in side if axis not in mesh.manual_axes) for side in placement.split_axes]
+    if mesh.empty or not any(open_axes):
         return None
     placement.check_axes(mesh.shape)
 
     def fits(axes: tuple[str, ...], size: int) -> bool:
         return isinstance(size, int) and size % math.prod(mesh.shape[axis] for axis in axes) == 0
 
-    rows, length, vocabulary = left
+    rows, length, vocabulary = open_axes
     if not (fits(rows, tokens.shape[0]) and fits(length, tokens.shape[1])):
         return None
     entered = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
@@ -82,13 +83,13 @@ def _split(placement: Placement, mesh: AbstractMesh, table: Array, tokens: Array
 def _rows(split: _MeshAxes | None, table, tokens):
     if split is None:
         return table[tokens]
-    found = partial(_rows_of_device, split.vocabulary)
-    arrays = _laid(table, split.table), _laid(tokens, split.tokens)
-    return split.map(found, (split.table, split.tokens), split.tokens)(*arrays)
+    local_rows = partial(_rows_of_device, split.vocabulary)
+    arrays = _resharded(table, split.table), _resharded(tokens, split.tokens)
+    return split.map(local_rows, (split.table, split.tokens), split.tokens)(*arrays)
 
 
-def _laid(x: Array, spec: PartitionSpec) -> Array:
-    """``x``, resharded to a spec over Explicit axes of the mesh; over Auto ones the compiler does it."""
+def _resharded(x: Array, spec: PartitionSpec) -> Array:
+    """``x``, resharded to a spec over Explicit axes of the mesh. Over Auto axes the compiler reshards."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.sharding.reshard(x, explicit_part(spec, mesh)) if mesh.explicit_axes else x
 
@@ -100,12 +101,12 @@ def _rows_of_device(axes: tuple[str, ...], table, tokens):
     size = table.shape[0]
     vocabulary = size * jax.lax.axis_size(axes)
     tokens, first = jnp.where(tokens < 0, tokens + vocabulary, tokens), jax.lax.axis_index(axes) * size
-    nearest, own = jnp.clip(tokens, 0, vocabulary - 1) - first, tokens - first
-    here = (nearest >= 0) & (nearest < size)
-    # JAX also reads the nearest row for an index outside, without a gradient; but it first counts negative indices from
-    # the end.
-    found = table[jnp.where(own < 0, own - size, own)]
-    return jax.lax.psum(jnp.where(here[..., None], found, 0), axes)
+    nearest, local = jnp.clip(tokens, 0, vocabulary - 1) - first, tokens - first
+    is_local = (nearest >= 0) & (nearest < size)
+    # JAX too reads the nearest row for an index that is outside, and gives that row no gradient. But JAX first adds the
+    # size to a negative index, so the size is subtracted before.
+    found = table[jnp.where(local < 0, local - size, local)]
+    return jax.lax.psum(jnp.where(is_local[..., None], found, 0), axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -20,7 +20,7 @@ class MLP(nnx.Module):
     Args:
         config: the decoder's shape.
         rngs: random streams.
-        experts: how many MLPs there are, as the leading axis of every parameter; without one it is a single MLP.
+        experts: ``(count,)``, the leading axis of every parameter, for several MLPs; ``()`` for a single MLP.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, experts: tuple[int, ...] = ()):
@@ -52,7 +52,8 @@ def _product(x, matrix: nnx.Param, bias: nnx.Param | None):
 class ExpertsMLP(MLP):
     """A mixture of experts: several MLPs, of which a router chooses a few for every token. No token is dropped.
 
-    It is ``sum over the chosen e of w_e mlp_e(x)``, with ``w`` the softmax of the chosen logits (gpt-oss, Mixtral).
+    The output is ``sum over the chosen e of w_e mlp_e(x)``, with ``w`` the softmax of the chosen logits (gpt-oss,
+    Mixtral).
 
     The router's logits are ``router x + bias``, float32; the ``per_token`` largest are chosen. Tokens are sorted by
     their experts, so that every expert multiplies only its own tokens (``jax.lax.ragged_dot``): the cost is always that
@@ -70,7 +71,7 @@ class ExpertsMLP(MLP):
         super().__init__(config, rngs=rngs, experts=(count,))
 
     def _mixed(self, x):
-        """Every device computes its own tokens; if the hidden units are split, the parts are summed."""
+        """The mixture; every device computes its own tokens. If the hidden units are split, partial sums are added."""
         placement, mesh = self.config.placement, jax.sharding.get_abstract_mesh()
         graph, state = nnx.split(self)
         if mesh.empty or not placement.is_open(mesh) or not self._fits(x, mesh):
@@ -95,14 +96,14 @@ class ExpertsMLP(MLP):
         return x.shape[0] % rows == 0 and x.shape[1] % tokens == 0 and self.config.mlp_dim % hidden == 0
 
     def _of_tokens(self, x, split):
-        """The mixture for local tokens, with hidden units split over the axes ``split``."""
+        """The mixture for the tokens of one device, with hidden units split over the mesh axes ``split``."""
         tokens, spec = x.reshape(-1, x.shape[-1]), self.config.experts
         chosen, weights = self._route(tokens)
         order = jnp.argsort(chosen.reshape(-1), stable=True)
         sizes = jnp.bincount(chosen.reshape(-1), length=spec.count).astype(jnp.int32)
-        owners, experts = order // spec.per_token, chosen.reshape(-1)[order]
-        found = self._of_experts(tokens[owners], sizes, experts, split) * weights.reshape(-1)[order, None]
-        summed = jnp.zeros(tokens.shape, jnp.float32).at[owners].add(found)
+        token_index, experts = order // spec.per_token, chosen.reshape(-1)[order]
+        outputs = self._of_experts(tokens[token_index], sizes, experts, split) * weights.reshape(-1)[order, None]
+        summed = jnp.zeros(tokens.shape, jnp.float32).at[token_index].add(outputs)
         return summed.astype(x.dtype).reshape(x.shape)
 
     def _route(self, tokens) -> tuple[Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
@@ -113,7 +114,7 @@ class ExpertsMLP(MLP):
         return chosen, jax.nn.softmax(largest, axis=-1)
 
     def _of_experts(self, x, sizes, experts, split):
-        """The output of its expert for every row, float32; rows are sorted by expert."""
+        """For every row the output of its expert, float32; rows are sorted by expert."""
 
         def product(x, matrix, bias):
             out = jax.lax.ragged_dot(x, matrix[...].astype(x.dtype), sizes, preferred_element_type=jnp.float32)

@@ -61,7 +61,7 @@ class Attention(nnx.Module):
     """Multi-head attention with any scheme: four projections around ``Scheme.attend``.
 
     Args:
-        config: the decoder's shape; ``scheme`` in it is not read.
+        config: the decoder's shape; its ``scheme`` is not read.
         scheme: the scheme of this layer.
         rngs: random streams.
     """
@@ -111,23 +111,23 @@ class Attention(nnx.Module):
         return on_any_mesh(attend, self, x, settings)
 
     def _placement(self, x) -> Placement:
-        """The placement of the config; if it is empty, that of the types of tokens and projection."""
+        """The placement of the config; if that is empty, the split in the array types of ``x`` and ``self.q``."""
         if self.config.placement.axes or self.config.placement.layout.reorders:
             return self.config.placement
         rows, heads = axes_of(explicit_spec(x)[0]), axes_of(explicit_spec(self.q[...])[1])
-        # Parameters may be split over the batch axis too (FSDP): they are gathered for use.
+        # Parameters may be split over the batch axis too (FSDP); they are gathered for use.
         return Placement(batch=rows, heads=tuple(axis for axis in heads if axis not in rows) or None)
 
     def _attended(self, x, settings: dict, *, placement: Placement, split: bool):
-        """Attention with projections split by the compiler; ``split`` if it must not split attention."""
+        """Attention, whose projections the compiler splits; with ``split`` it must not split attention itself."""
         mesh, params = jax.sharding.get_abstract_mesh(), plain(self.learned) | settings["shared"]
         if placement.axes and not mesh.empty:
             placement = placement.for_key_heads(mesh.shape, self.config.num_kv_heads)
-        where = {"placement": placement} if placement.axes or placement.layout.reorders else {}
-        where |= {"partition": PartitionSpec() if split and not where else None}
+        mesh_options = {"placement": placement} if placement.axes or placement.layout.reorders else {}
+        mesh_options |= {"partition": PartitionSpec() if split and not mesh_options else None}
         arrays = {k: v for k, v in settings.items() if not isinstance(v, int) and k != "shared"}
         arrays |= {"gates": self.scheme.prepare(params, x, layout=self.config.placement.layout)}
-        attend = partial(self._attend, {"length": settings["length"]} | where)
+        attend = partial(self._attend, {"length": settings["length"]} | mesh_options)
         return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
 
     def decode(
@@ -143,21 +143,21 @@ class Attention(nnx.Module):
         )
 
     def _partition(self, x) -> PartitionSpec | None:
-        """The spec of the queries over the mesh, or None if its devices do not divide the batch."""
+        """The spec of the queries over the mesh; None without a mesh, or if it does not divide the batch evenly."""
         placement, mesh = self._placement(x), mesh_of(x)
         if mesh is None or not set(placement.axes) <= set(mesh.axis_names) - set(mesh.manual_axes):
             return None
         rows = math.prod(mesh.shape[axis] for axis in placement.batch)
-        shared = (placement.axes or has_explicit(x)) and x.shape[0] % rows == 0
-        return PartitionSpec(placement.batch or None, None, placement.heads) if shared else None
+        is_split = (placement.axes or has_explicit(x)) and x.shape[0] % rows == 0
+        return PartitionSpec(placement.batch or None, None, placement.heads) if is_split else None
 
     def _decoded(self, x, cache, settings: dict, *, partition: PartitionSpec | None):
         params = plain(self.learned) | settings["shared"]
         start = cache.total if self.scheme.reads_tokens else None
-        given = {name: value for name, value in settings.items() if name != "shared"}
-        given["gates"] = self.scheme.prepare(params, x, start=start, valid=given["valid"])
-        given |= self.config.logit_options
-        out, cache = self.scheme.decode(*self._project(x), cache, params=params, partition=partition, **given)
+        arguments = {name: value for name, value in settings.items() if name != "shared"}
+        arguments["gates"] = self.scheme.prepare(params, x, start=start, valid=arguments["valid"])
+        arguments |= self.config.logit_options
+        out, cache = self.scheme.decode(*self._project(x), cache, params=params, partition=partition, **arguments)
         return self._merge(out), cache
 
     def _project(self, x) -> list:
@@ -170,12 +170,12 @@ class Attention(nnx.Module):
         return plus(from_heads(out, self.o[...]), self.o_bias)
 
     def _attend(self, settings: dict, params: dict, projected: list, arrays: dict):
-        """``Scheme.attend`` for the batch rows of one device; a ``length`` that is a Python number stays one."""
-        given = settings | arrays
-        positions, gates = given.pop("positions"), given.pop("gates")
+        """``Scheme.attend`` for the batch rows of one device; ``settings`` are not traced, so an int stays an int."""
+        arguments = settings | arrays
+        positions, gates = arguments.pop("positions"), arguments.pop("gates")
         return self.scheme.attend(
             *projected,
-            **given,
+            **arguments,
             params=params,
             causal=self.config.causal,
             q_positions=positions,
@@ -190,7 +190,7 @@ class Block(nnx.Module):
     """Attention and an MLP around the residual stream, combined by ``config.residual``.
 
     Args:
-        config: the decoder's shape; ``scheme`` in it is not read.
+        config: the decoder's shape; its ``scheme`` is not read.
         scheme: the scheme of this layer.
         first: whether it is the first layer of the decoder.
         rngs: random streams.
@@ -210,9 +210,9 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], inputs: LayerInputs
     ) -> Float[Array, "batch length embed"]:
-        """One layer; ``inputs`` is the same for all."""
+        """The residual stream after this layer; ``inputs`` are the same for all layers."""
         normed = self.attention_input(x)
-        found = self.attention(
+        attended = self.attention(
             normed,
             positions=inputs.positions,
             mask=inputs.mask,
@@ -221,22 +221,22 @@ class Block(nnx.Module):
             coordinates=inputs.coordinates,
             shared=inputs.shared.get(self.attention.scheme, {}),
         )
-        return self._joined(x, normed, found)
+        return self._joined(x, normed, attended)
 
     def decode(
         self, x: Float[Array, "batch tokens embed"], cache: Any, inputs: LayerInputs
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
-        """One layer on new tokens, and its cache with the new tokens."""
+        """The residual stream of new tokens after this layer, and the layer's cache with these tokens."""
         normed = self.attention_input(x)
-        found, cache = self.attention.decode(normed, cache, inputs)
-        return self._joined(x, normed, found), cache
+        attended, cache = self.attention.decode(normed, cache, inputs)
+        return self._joined(x, normed, attended), cache
 
     def attention_input(self, x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch tokens embed"]:
         """The input of attention, from the residual stream."""
         return _through(self.attention_norm, x)
 
     def _joined(self, x, normed, found):
-        """The residual stream after the layer, from that before it and the input and output of attention."""
+        """The residual stream after the layer. ``x`` is the stream before; attention maps ``normed`` to ``found``."""
         with_attention = x + self._scaled(_through(self.attention_after, found))
         read = x if self.residual.parallel else with_attention
         read = normed if self.residual.shared_norm else _through(self.mlp_norm, read)

@@ -67,6 +67,6 @@ def _gain(shape: tuple[int, ...], axes: tuple[str, ...], spec: Norm) -> nnx.Para
 
 
 def _factor(norm: RMSNorm | LayerNorm) -> Float[Array, "*size"]:
-    """The factor of a norm."""
+    """The factor of the normed values, float32: ``gain``, or ``1 + gain`` with ``unit_offset``."""
     gain = norm.gain[...].astype(jnp.float32)
     return 1 + gain if norm.spec.unit_offset else gain

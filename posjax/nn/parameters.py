@@ -37,8 +37,9 @@ def plus(x: Float[Array, "*b"], bias: nnx.Param | None) -> Float[Array, "*b"]:
 def to_heads(x: Float[Array, "*b embed"], weight: Float[Array, "embed heads size"]) -> Float[Array, "*b heads size"]:
     """``x W`` for every head.
 
-    If ``_merges_heads`` it is one matrix product in the layout of ``merge_heads``, which the kernels of attention read:
-    with a head axis the compiler would choose another layout, which takes twice as long on a TPU.
+    If ``_merges_heads`` allows it, this is one matrix product whose result is in the layout of ``merge_heads``, which
+    the kernels of attention read. With a head axis the compiler would choose another layout, which takes twice as long
+    on a TPU.
     """
     weight = weight.astype(x.dtype)
     if not _merges_heads(x.shape[:-1], weight.shape[2], weight.shape[0]):
@@ -48,7 +49,7 @@ def to_heads(x: Float[Array, "*b embed"], weight: Float[Array, "embed heads size
 
 
 def from_heads(x: Float[Array, "*b heads size"], weight: Float[Array, "heads size embed"]) -> Float[Array, "*b embed"]:
-    """``x W`` summed over all heads, in the layout of ``to_heads``."""
+    """``x W`` summed over all heads, for ``x`` in the layout of ``to_heads``."""
     weight = weight.astype(x.dtype)
     if not _merges_heads(x.shape[:-2], *weight.shape[1:]):
         return jnp.einsum("...hd,hde->...e", x, weight)
@@ -59,27 +60,27 @@ def from_heads(x: Float[Array, "*b heads size"], weight: Float[Array, "heads siz
 def _merges_heads(tokens: tuple[int, ...], size: int, embed: int) -> bool:
     """Whether the product should be in the layout of ``merge_heads``: for many tokens and heads that fill TPU lanes.
 
-    The weight is copied to that layout, which takes longer than the product of a few tokens. A symbolic number counts
-    as few.
+    The weight is copied to that layout, which takes longer than the product of a few tokens. A symbolic size counts
+    as few tokens.
     """
     known = all(isinstance(count, int) for count in tokens)
     return known and size % LANES == 0 and math.prod(tokens) >= embed
 
 
 def scheme_parameters(params: dict[str, dict[str, Array]]) -> nnx.Dict:
-    """A scheme's learned parameters as a module tree; they are small, and their axes have no logical names."""
+    """A scheme's learned parameters as a module tree. They are small, and their axes have no logical names."""
 
     def wrap(value):
         return nnx.Param(value, logical_axes=(None,) * value.ndim)
 
     return nnx.Dict(
-        {slot: nnx.Dict({name: wrap(value) for name, value in made.items()}) for slot, made in params.items()}
+        {slot: nnx.Dict({name: wrap(value) for name, value in arrays.items()}) for slot, arrays in params.items()}
     )
 
 
 def plain(params: nnx.Dict) -> dict[str, dict[str, Array]]:
     """The inverse of ``scheme_parameters``."""
-    return {slot: {name: leaf[...] for name, leaf in made.items()} for slot, made in params.items()}
+    return {slot: {name: leaf[...] for name, leaf in leaves.items()} for slot, leaves in params.items()}
 
 
 def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float[Array, "batch length embed"]:
@@ -93,7 +94,7 @@ def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float
 
 
 def on_any_mesh(function: Callable[..., Any], module: nnx.Module, x: Array, *more: Any, like: Any = None) -> Any:
-    """``function(module, x, *more)`` with all mesh axes Auto, on meshes with Explicit axes too.
+    """Runs ``function(module, x, *more)`` with all mesh axes Auto, even if the mesh has Explicit axes.
 
     The result has the sharding of ``x``, or of ``like``, a tree of specs.
     """

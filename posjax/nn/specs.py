@@ -12,7 +12,7 @@ from posjax._checks import check, check_choice, check_counts, check_number
 NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
 BIASES = ("qkv", "output", "mlp", "head")
-"""Where a decoder may add learned biases."""
+"""The projections that may have a learned bias."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Residual:
         scale: factor of what is added (Granite).
 
     Raises:
-        ValueError: for a shared norm without two parallel branches with norms before them.
+        ValueError: for a shared norm without parallel branches that have a norm before them, and for ``first_norm``
+            False without a norm before attention, or with a shared one.
     """
 
     norm: str = "before"
@@ -133,4 +134,4 @@ ACTIVATIONS = {
     "gelu-exact": Activation(_exact_gelu, False),
     "relu": Activation(jax.nn.relu, False),
 }
-"""The MLPs by name. ``gelu`` and ``geglu`` use the tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415)."""
+"""Activations by name. ``gelu`` and ``geglu`` use the tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415)."""

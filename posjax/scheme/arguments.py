@@ -19,7 +19,7 @@ def bound_bias(bias: BiasSlot | None, params: Params, heads: int, gates: tuple[A
     """The bias with its parameters, and with the gates of the tokens if it reads them (FoX).
 
     Raises:
-        ValueError: for gates that are missing.
+        ValueError: for missing gates.
     """
     if bias is None:
         return None
@@ -43,10 +43,10 @@ def _bound(bias: BiasSlot, params: Params, heads: int) -> Bias:
 def sink_logits(
     sinks: SinkSlot | None, params: Params, heads: int, given: Array | None
 ) -> Float[Array, "heads"] | None:
-    """The logits of the sinks of a scheme, or of the call if the slot is empty.
+    """The logits of the sinks of a scheme, or those given to the call if the slot is empty.
 
     Raises:
-        ValueError: if both have sinks.
+        ValueError: if both the scheme and the call have sinks.
     """
     if sinks is None:
         return given
@@ -70,8 +70,8 @@ def count_visible(
         q_positions: of this device's queries.
         causal: whether a query sees only the keys at or before its position.
         own: the scheme's mask.
-        given: the number of keys without that mask. If None, keys are contiguous and it is the number of keys at or
-            before each query, or of all keys if not causal.
+        given: how many keys each query sees without the scheme's mask. If None, keys are contiguous, and a query sees
+            all keys at or before its position, or all keys if not causal.
     """
     at, placement, kv_positions = as_array(q_positions), where.placement, where.kv_positions
     if given is not None:

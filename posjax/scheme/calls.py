@@ -45,11 +45,11 @@ class Where(NamedTuple):
         return {"head_dim": self.head_dim, "length": self.length}
 
     def queries(self, features: FeatureSlot, q: Array) -> Positions | Array:
-        """Positions of the queries for the features, with an axis of coordinates if they have several axes."""
+        """Positions of the queries for the features, with an axis of coordinates if the features have several axes."""
         return self._for_features(features, q, self.q_positions)
 
     def keys(self, features: FeatureSlot, k: Array) -> Positions | Array:
-        """The same for the keys."""
+        """Positions of the keys for the features, in the same form."""
         return self._for_features(features, k, self.kv_positions)
 
     def _for_features(self, features, x, positions):
@@ -66,7 +66,7 @@ class NewTokens(NamedTuple):
     Args:
         index: for each token, how many tokens of its row come before it.
         valid: False for padding.
-        gates: the result of ``Scheme.prepare`` for them.
+        gates: the result of ``Scheme.prepare`` for these tokens.
     """
 
     index: Int[Array, "batch tokens"]
@@ -100,7 +100,7 @@ def check_rows(cache: LayerCache, q: Array) -> None:
 
 
 def row_positions(placement: Placement, name: str, positions: Positions | None, x) -> Positions:
-    """The positions of queries or keys ``x``: those given, or 0, 1, 2, ... over the whole sequence.
+    """The positions of queries or keys ``x``; if ``positions`` is None, 0, 1, 2, ... over the whole sequence.
 
     Raises ValueError unless there is one position for each token.
     """

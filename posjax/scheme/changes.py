@@ -41,12 +41,12 @@ def _resolved(scheme, slot_name: str, value):
     options = dict(value)
     check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {shown(value)}")
     if slot_name == "frequencies":
-        options = _kept(scheme.features.frequencies, options["name"]) | options
+        options = _inherited(scheme.features.frequencies, options["name"]) | options
     return slot(slot_name, options.pop("name"), **options)
 
 
-def _kept(before: rotary.FrequencyRule, name: str) -> dict[str, Any]:
-    """The options that a frequency rule by name inherits from the rule before it."""
+def _inherited(before: rotary.FrequencyRule, name: str) -> dict[str, Any]:
+    """The options that a frequency rule by name inherits from ``before``, the rule that it replaces."""
     check(
         before.partial_rotary_factor == 1 or isinstance(before, rotary.Proportional) == (name == "proportional"),
         f"frequencies: {name!r} would not rotate the pairs that {shown(before)} does, because the share of "
@@ -63,8 +63,8 @@ def _with_rule(features, rule):
         and isinstance(rule, rotary.FrequencyRule)
         and rule.num_axes == 1
     ):
-        own = {name: getattr(type(before), name) for name in ("base", "head_dim", "partial_rotary_factor")}
-        rule = dataclasses.replace(before, rule=rule, **own)
+        defaults = {name: getattr(type(before), name) for name in ("base", "head_dim", "partial_rotary_factor")}
+        rule = dataclasses.replace(before, rule=rule, **defaults)
     return dataclasses.replace(features, frequencies=rule)
 
 

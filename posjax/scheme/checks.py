@@ -1,4 +1,4 @@
-"""Which slots of a scheme compose, and the reasons why others do not."""
+"""Which slots of a scheme compose, and the reasons why other slots do not compose."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def _check_mask(mask) -> None:
 
 
 def _static_sizes(mask) -> str:
-    """A hint if a mask's sizes were registered as arrays."""
+    """A hint for the message if the sizes of a mask are pytree leaves but not arrays."""
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)):
         return ""
     return "; mark sizes as static with dataclasses.field(metadata={'static': True})"
@@ -77,9 +77,9 @@ def _check_hashable(scheme: Choices) -> None:
 
 
 def _check_temperature(scheme: Choices) -> None:
-    has_one = isinstance(scheme.maps.frequencies, rotary.YaRN | rotary.DynamicYaRN)
+    has_temperature = isinstance(scheme.maps.frequencies, rotary.YaRN | rotary.DynamicYaRN)
     check(
-        not (has_one and isinstance(scheme.scale, scales.YaRNTemperature)),
+        not (has_temperature and isinstance(scheme.scale, scales.YaRNTemperature)),
         "scale: YaRN's frequencies have its temperature already; leave YaRNTemperature out, or use NTKByParts",
     )
 
@@ -145,9 +145,9 @@ def _check_kernel(scheme: Choices) -> None:
 
 
 def check_direction(scheme: Choices, causal: bool) -> None:
-    """Raises ValueError for methods for causal attention in bidirectional attention.
+    """Raises ValueError if bidirectional attention uses a method for causal attention.
 
-    It names the slot, and the option that makes the method two-sided if there is one.
+    The message names the slot, and the option that makes the method two-sided if there is one.
     """
     if causal:
         return

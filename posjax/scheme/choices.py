@@ -15,7 +15,7 @@ _PLAIN = Features()
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """The slots of a ``Scheme``, described there; None for an empty slot."""
+    """The slots of a ``Scheme``, which describes them; None for an empty slot."""
 
     embedding: slots.EmbeddingSlot | None = None
     norm: slots.NormSlot | None = None
@@ -45,7 +45,7 @@ class Choices:
 
     @property
     def rotates(self) -> bool:
-        """Whether its features have frequencies, which ``extend`` may change."""
+        """Whether the features have frequencies, which ``extend`` may change."""
         return self.maps.frequencies is not None
 
     @property
@@ -60,7 +60,7 @@ class Choices:
     def kept_keys(self) -> tuple[int, int] | None:
         """``(first, recent)``: how many first and most recent keys a causal query can see; None if all.
 
-        Also None for CoPE, which needs the keys in order: a ring does not keep their order.
+        Also None for CoPE, which needs the keys in order: a ring buffer does not keep their order.
         """
         if self.bias is not None and self.bias.contextual:
             return None
@@ -69,7 +69,7 @@ class Choices:
 
     @property
     def own_mask(self) -> masks.Mask | None:
-        """The mask of the mask slot and the remap slot."""
+        """The masks of the mask slot and the remap slot, combined by ``&``."""
         return all_of(self.mask, self._far_mask)
 
     @property
@@ -78,10 +78,10 @@ class Choices:
 
     def reads_positions(self, options: Mapping[str, Any]) -> bool:
         """Whether a call of ``attend`` with these options depends on positions."""
-        chosen, given = (self.features, self.scale, self.bias, self.mask, self.remap), options.get("mask")
+        chosen, mask = (self.features, self.scale, self.bias, self.mask, self.remap), options.get("mask")
         if options.get("causal", True) or any(spec is not None for spec in chosen):
             return True
-        return given is not None and masks.as_mask(given).reads_positions
+        return mask is not None and masks.as_mask(mask).reads_positions
 
 
 SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Choices)))
@@ -89,6 +89,6 @@ SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Choice
 
 
 def all_of(*parts: masks.Mask | None) -> masks.Mask | None:
-    """The ``&`` of all masks that are not None."""
+    """The ``&`` of all masks that are not None; None if all are None."""
     found = [part for part in parts if part is not None]
     return None if not found else functools.reduce(operator.and_, found)

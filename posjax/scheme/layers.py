@@ -57,7 +57,7 @@ class Layers:
         """Whether tokens of packed documents get the positions of their row instead of those in their document.
 
         True if some layer has a bias, none has features, and no layer changes when all positions of a document are
-        shifted. The TPU kernels of biases by distance, such as T5's, need a range.
+        shifted. The TPU kernels of biases by distance, such as T5's, need a ``Range``.
         """
         biased = any(scheme.bias is not None for scheme in self.schemes)
         without_features = all(scheme.features is None for scheme in self.schemes)
@@ -76,8 +76,8 @@ class Layers:
         """The same layers with the same changes to their schemes; see ``Scheme.extend``.
 
         Args:
-            layers: ``"all"``, or only the ``"full"`` layers, without a mask, or only the ``"local"`` ones, with a mask.
-                Changes of frequencies or remap skip layers that rotate nothing.
+            layers: ``"all"``, or only the ``"full"`` layers, without a mask, or only the ``"local"`` layers, with a
+                mask. Changes of frequencies or remap skip layers that rotate nothing.
             changes: see ``Scheme.extend``.
 
         Raises:
@@ -85,20 +85,20 @@ class Layers:
         """
         check_known("layers", layers, ("all", "full", "local"))
 
-        def reached(scheme: Scheme) -> bool:
+        def selected(scheme: Scheme) -> bool:
             return layers == "all" or (layers == "local") == (scheme.mask is not None)
 
         def extended(scheme: Scheme) -> Scheme:
-            if not reached(scheme):
+            if not selected(scheme):
                 return scheme
-            own = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "remap")}
-            return scheme.extend(**own)
+            applicable = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "remap")}
+            return scheme.extend(**applicable)
 
-        found = [scheme for scheme in self.schemes if reached(scheme)]
-        check(bool(found), f"layers: this scheme has no {layers!r} layer")
+        chosen = [scheme for scheme in self.schemes if selected(scheme)]
+        check(bool(chosen), f"layers: this scheme has no {layers!r} layer")
         which = "" if layers == "all" else f"{layers!r} "
         for name in ("frequencies", "remap"):
-            rotating = any(scheme.rotates for scheme in found)
+            rotating = any(scheme.rotates for scheme in chosen)
             check(rotating or name not in changes, f"{name}: no {which}layer of this scheme rotates anything")
         return Layers(tuple((tuple(map(extended, schemes)), repeats) for schemes, repeats in self.patterns))
 

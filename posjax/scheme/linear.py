@@ -18,7 +18,7 @@ from posjax.scheme.choices import Choices
 
 @dataclasses.dataclass(frozen=True)
 class LinearAttention:
-    """Norm, kernel and rotation around the forms of ``posjax.linear``; without logits it has no other slots."""
+    """Norm, kernel and rotation around the forms of ``posjax.linear``. It has no logits, so it reads no other slots."""
 
     scheme: Choices
     caches: ClassVar[str] = "state"
@@ -26,7 +26,7 @@ class LinearAttention:
     def attend(
         self, q, k, v, params: Params, where: Where, *, causal=True, mask=None, visible=None, gates=None, **options
     ):
-        """One pass over whole sequences or segments; counts and gates are not used."""
+        """One pass over whole sequences or segments; ``visible`` and ``gates`` are not used."""
         where.placement.check_scheme(self.scheme)
         check(
             mask is None or isinstance(mask, masks.Segments),
@@ -45,12 +45,12 @@ class LinearAttention:
         return self._run(partial(linear.chunked, state=cache), projected, params, where, new.ids)
 
     def _run(self, form: Callable, projected, params: Params, where: Where, ids: Array | None):
-        """One of the forms on raw projections and the segments of their tokens."""
+        """The result of ``form``, one of the forms of ``posjax.linear``, on raw projections with segment ids."""
         q, k, v = projected if ids is None else without_padding(masks.Segments(ids), *projected)
         return form(v=v, segment_ids=ids, **self._features(q, k, params, where))
 
     def _features(self, q, k, params: Params, where: Where) -> dict[str, Array | None]:
-        """The arguments of the forms, from raw queries and keys."""
+        """The arguments of a form, from raw queries and keys."""
         if self.scheme.norm is not None:
             q, k = self.scheme.norm.apply(params.get("norm", {}), q, k)
         features, rotations = self.scheme.features, {}
@@ -78,7 +78,7 @@ def check_no_logits(*, softcap=None, sinks=None, return_residuals: bool = False,
         ValueError: for an option about logits, or an unknown implementation.
         TypeError: for an unknown keyword.
     """
-    for name, given in (("softcap", softcap), ("sinks", sinks), ("return_residuals", return_residuals or None)):
-        check(given is None, f"{name}: linear attention has no logits for it; leave it out")
+    for name, value in (("softcap", softcap), ("sinks", sinks), ("return_residuals", return_residuals or None)):
+        check(value is None, f"{name}: linear attention has no logits for it; leave it out")
     if implementation is not None:
         check_choice("implementation", implementation, IMPLEMENTATIONS)

@@ -11,11 +11,11 @@ from posjax.scheme.choices import Choices
 from posjax.scheme.slots import Learns
 
 LEARNING = ("norm", "scale", "bias", "features", "sinks", "linear")
-"""The slots with parameters in the layers; those of the embedding belong to the model."""
+"""The slots with parameters in the layers; the parameters of the embedding belong to the model."""
 
 
 def init_slots(choices: Choices, key: Array, sizes: Mapping[str, int | None], *, shared: bool) -> dict[str, dict]:
-    """Parameters of the slots that all layers share, or of the others, ``{slot: {name: array}}``.
+    """The parameters that all layers share, or those of one layer, ``{slot: {name: array}}``.
 
     Raises:
         ValueError: for a bias that reads the tokens if ``model_dim`` is None.

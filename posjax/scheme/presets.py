@@ -14,17 +14,18 @@ from posjax.scheme.registry import SLOTS, build, check_known, slots_with
 from posjax.scheme.scheme import Scheme
 
 _ROPE = rotary.Rotary()
-# Scale-invariant attention states an effective base of 1024; 10,000^0.75 is 1,000. Its exact rule is not public.
+# Scale-invariant attention states an effective base of 1024; its exact rule is not public. This rule has a base of
+# 10,000^0.75 = 1,000.
 _P_ROPE = rotary.Rotary(rotary.Proportional())
 
 
 def _in(slot_name: str, **others) -> Callable[[Any], Scheme]:
-    """The scheme with a spec in one slot, and others."""
+    """A function from a spec to the scheme with that spec in one slot and ``others`` in other slots."""
     return lambda spec: Scheme(**{slot_name: spec}, **others)
 
 
 def _named(slot_name: str, *names: str, **others) -> dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme]]]:
-    """Presets that have the names of their specs in a slot."""
+    """Presets whose names are those of their specs in a slot."""
     return {name: (SLOTS[slot_name][name], _in(slot_name, **others)) for name in names}
 
 
@@ -62,7 +63,7 @@ def _longformer(window: int = 512, dilation: int | tuple[int, ...] = 1, global_t
 
 
 def _periodic(period: Sequence[Scheme], num_layers: int) -> Layers:
-    """A repeated period, the last one cut to ``num_layers``."""
+    """A period that repeats over ``num_layers``; the last repeat may be cut."""
     check_count("num_layers", num_layers)
     whole = num_layers >= len(period)
     check(whole, f"num_layers must be at least {len(period)}, one period of this recipe, found {num_layers}")
@@ -295,7 +296,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "linear-limit": (linear.Limit, _in("linear", features=_ROPE)),
     "linear-cosine": (linear.Cosine, _in("linear", features=_ROPE)),
 }
-"""Schemes by name: the function that takes the options, and the function that makes a scheme of its result."""
+"""Schemes by name: a function that takes the options, and a function that makes a scheme from its result."""
 
 
 def scheme_names() -> tuple[str, ...]:
@@ -314,7 +315,7 @@ def scheme_options(name: str) -> tuple[str, ...]:
 
 
 def _check_preset(name: Any) -> None:
-    """Raises ValueError for an unknown name; if it is the name of a spec, with the correct form."""
+    """Raises ValueError for an unknown name; the message has the correct form if it is the name of a spec."""
     try:
         check_known("scheme", name, PRESETS, listing="posjax.scheme_names() and README.md")
     except ValueError as error:
@@ -348,7 +349,7 @@ def scheme(name: str, /, **options) -> Scheme | Layers:
     make, to_scheme = PRESETS[name]
     open_slots = () if "num_layers" in known else SLOT_NAMES
     # An option of the method itself, such as the bias of SSMax, wins over a slot of the same name.
-    own = {key for key in options if key in known and not isinstance(options[key], Mapping)}
-    slots = {key: options.pop(key) for key in open_slots if key in options and key not in own}
+    method_options = {key for key in options if key in known and not isinstance(options[key], Mapping)}
+    slots = {key: options.pop(key) for key in open_slots if key in options and key not in method_options}
     built = to_scheme(build(f"scheme {name!r}", make, options, also=open_slots))
     return built.replace(**slots) if slots else built

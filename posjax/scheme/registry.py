@@ -175,9 +175,9 @@ def slot(slot_name: str, name: str, **options):
 
 
 def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str, ...] = ()):
-    """``make(**options)``; raises ValueError for an unknown option (``also`` is known) or a missing one.
+    """``make(**options)``; raises ValueError for a missing option, or one that neither ``make`` nor ``also`` has.
 
-    Lists become tuples, which YAML does not have.
+    Lists become tuples, because YAML has no tuples.
     """
     known = inspect.signature(make).parameters
     for option, value in options.items():

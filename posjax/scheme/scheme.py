@@ -7,7 +7,7 @@ For query i, key j and head h every method of this library computes
 and a ``Scheme`` names phi and psi (``features``, after ``norm``), c (``scale``), b (``bias``) and allowed (``mask``);
 ``remap`` scores distant pairs by other distances, ``sinks`` take part in the normalisation, ``embedding`` is added to
 the token embeddings, ``training_positions`` draws the positions of training, and ``linear`` replaces the softmax.
-Slots compose freely; those that do not raise ValueError when the scheme is built, with the reason.
+Slots compose freely; slots that do not compose raise ValueError when the scheme is built, with the reason.
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ class Scheme(Choices):
         num_kv_heads: int | None = None,
         model_dim: int | None = None,
     ) -> dict[str, dict[str, Array]]:
-        """Learned parameters of one layer, ``{slot: {name: array}}``, without slots that have none.
+        """Learned parameters of one layer, ``{slot: {name: array}}``, without slots that have no parameters.
 
         ``num_kv_heads`` is ``num_heads`` when left out; ``model_dim``, the width of the tokens, is only for FoX.
         """
@@ -329,7 +329,7 @@ class Scheme(Choices):
             valid: False for padding.
             positions: of the new tokens; ``index`` when left out. If the scheme caches only recent tokens
                 (``kept_keys``), positions must be at least 0 and increase along a row.
-            coordinates: see ``attend``; for schemes that cache rotated keys.
+            coordinates: see ``attend``; only for schemes that cache rotated keys.
             length: the current length for schemes that read it: the same for the whole generation. Otherwise cached and
                 new keys would have different frequencies.
             gates: the result of ``prepare`` for the new tokens.
@@ -343,5 +343,5 @@ class Scheme(Choices):
         where = Where(Placement(), positions, positions, coordinates, length, self.maps.head_dim(k.shape[-1]))
         specs = explicit_spec(q), jax.tree.map(explicit_spec, cache)
         step = partial(self._executor.step, partition=specs[0] if has_explicit(q) else partition)
-        given = params or {}, where, NewTokens(index, valid, gates), options
-        return on_auto_axes(step, [q, k, v], cache, *given, like=specs)
+        arguments = params or {}, where, NewTokens(index, valid, gates), options
+        return on_auto_axes(step, [q, k, v], cache, *arguments, like=specs)

@@ -24,12 +24,12 @@ class Learns(Protocol):
     def init(self, key: Array, **sizes: int) -> dict[str, Array]:
         """Learned parameters of one layer, ``{}`` if there are none.
 
-        ``sizes`` are those of ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``model_dim`` that its signature has.
+        ``sizes`` are ``num_heads``, ``num_kv_heads``, ``head_dim`` and ``model_dim``, as far as the signature has them.
         """
 
 
 class EmbeddingSlot(Learns, Protocol):
-    """Added to the token embeddings. If it has a ``max_length``, it has a ``reach``: how many positions it encodes."""
+    """Added to the token embeddings. A spec with ``max_length`` has a ``reach`` too: how many positions it encodes."""
 
     shift_invariant: bool
 
@@ -68,22 +68,22 @@ class FeatureSlot(Learns, Protocol):
         """The size of a head whose key projection is this wide."""
 
     def query(self, params: SlotParams, q: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
-        """``phi``."""
+        """``phi``: the mapped queries."""
 
     def key(self, params: SlotParams, k: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
-        """``psi``."""
+        """``psi``: the mapped keys."""
 
     def value(self, params: SlotParams, v: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
-        """The map of the values."""
+        """The mapped values."""
 
     def output(self, params: SlotParams, out: Array, positions: Positions, *, head_dim: int, length=None) -> Array:
-        """The map of outputs."""
+        """The mapped outputs."""
 
     def compact(self, k: Array) -> Array:
         """The form of a key that a cache stores if it cannot store ``psi``."""
 
     def heads(self, params: SlotParams, which: Int[Array, "kv_heads"]) -> SlotParams:
-        """The parameters of some key heads."""
+        """The parameters of the key heads ``which``."""
 
     def decay(self, head_dim: int) -> Float[Array, "size"] | None:
         """Rates of decay, or None."""
@@ -102,7 +102,7 @@ class ScaleSlot(Learns, Protocol):
 
 
 class BiasSlot(Learns, Protocol):
-    """A bias; see ``bias.BiasSpec`` for each member. One that ``reads_tokens`` has a ``prepare`` too."""
+    """A bias; see ``bias.BiasSpec`` for each member. A bias that ``reads_tokens`` has a ``prepare`` too."""
 
     reads_tokens: bool
     contextual: bool
@@ -124,7 +124,7 @@ class RemapSlot(Protocol):
         """Raises ValueError for features that it does not support."""
 
     def mask(self) -> Mask | None:
-        """Its mask, or None."""
+        """The mask of the remap, or None."""
 
     def branches(self, features: FeatureSlot, params: SlotParams, q, k, q_positions, kv_positions, **sizes) -> tuple:
         """``phi``, ``psi`` and the ``remap.Branch`` values that replace them for remapped pairs."""
@@ -144,13 +144,13 @@ class LinearSlot(Learns, Protocol):
     random: bool
 
     def size(self, head_dim: int) -> int:
-        """The width m of its features."""
+        """The width m of the kernel's features."""
 
     def query(self, params: SlotParams, q: Array) -> Float[Array, "batch length heads m"]:
-        """``phi``."""
+        """``phi``: the features of the queries."""
 
     def key(self, params: SlotParams, k: Array) -> tuple[Float[Array, "batch length kv_heads m"], Array | None]:
-        """``psi`` and its log scale, or None."""
+        """``psi``, the features of the keys, and their log scale or None."""
 
 
 PROTOCOLS: dict[str, type] = {

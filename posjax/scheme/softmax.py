@@ -32,7 +32,7 @@ class SoftmaxAttention:
         return "raw" if kind == "rotated" and (self.scheme.remap is not None or self.scheme.reads_length) else kind
 
     def attend(self, q, k, v, params: Params, where: Where, *, mask=None, **options):
-        """``attend_stored`` on ``stored`` keys and values."""
+        """``attend_stored`` on the keys and values that ``stored`` returns."""
         q, k, v = without_padding(mask, q, k, v)
         heads = where.placement.key_heads(k.shape[2])
         if "features" in params and heads is not None:
@@ -73,14 +73,14 @@ class SoftmaxAttention:
         dot_scale = (where.head_dim**-0.5 if query_scale is None else query_scale) * self.scheme.maps.softmax_scale
         scale = self._scale(q, params, where, causal, visible) * dot_scale
         q, k, v, remap = self._mapped(q, k, v, params, where)
-        given = options | {
+        terms = options | {
             "bias": bound_bias(self.scheme.bias, params, heads, gates),
             "mask": all_of(masks.Causal() if causal else None, self.scheme.own_mask, mask),
             "sinks": sink_logits(self.scheme.sinks, params, heads, sinks),
             "decay": self.scheme.maps.decay(where.head_dim),
         }
         at = {"q_positions": where.q_positions, "kv_positions": where.kv_positions}
-        return self._finished(_attention(where)(q, k, v, scale=scale, remap=remap, **at, **given), params, at_q, where)
+        return self._finished(_attention(where)(q, k, v, scale=scale, remap=remap, **at, **terms), params, at_q, where)
 
     def _scale(
         self, q, params: Params, where: Where, causal: bool, visible
@@ -138,14 +138,14 @@ class SoftmaxAttention:
         )
         stored = self.stored(params, k, v, where.keys(self.scheme.maps, k), **where.sizes)
         cache = cache.write(*stored, where.kv_positions, new.index, new.valid, new.gates)
-        given = {
+        arguments = {
             "mask": masks.Segments(new.ids, cache.ids),
             "visible": new.index + 1,
             "gates": None if new.gates is None else (new.gates, cache.gates),
             "partition": partition,
         }
         where = where._replace(kv_positions=cache.positions)
-        return self.attend_stored(q, cache.k, cache.v, params, where, **given, **options), cache
+        return self.attend_stored(q, cache.k, cache.v, params, where, **arguments, **options), cache
 
 
 def _attention(where: Where):

@@ -31,18 +31,19 @@ class Family:
 
     Args:
         model_type: of ``config.json``.
-        architecture: the class of transformers that writes and reads it.
+        architecture: the class of transformers that writes and reads these models.
         keys: keys of ``config.json`` that are fields of ``DecoderConfig``.
-        read: the other fields, from the values of ``config.json``; embeddings are not scaled unless it says so.
-        write: the other keys, from a ``DecoderConfig``.
-        tensors: for every parameter of a ``Decoder`` its view of a tensor; those inside blocks are named as in
-            ``"block/attention/q"``, and their tensors with ``{layer}``.
+        read: computes the other fields from the values of ``config.json``; without ``embedding_scale`` among them
+            embeddings are not scaled.
+        write: computes the other keys from a ``DecoderConfig``.
+        tensors: for every parameter of a ``Decoder`` its view of a tensor. Parameters of blocks are named as in
+            ``"block/attention/q"``, and the names of their tensors contain ``{layer}``.
         defaults: values of transformers for keys that ``config.json`` may leave out.
         fixed: options that ``Decoder`` does not have, each with the value, or a tuple of values, that is supported.
         prefix: of the tensors' names, which some releases leave out.
-        ignored: names of tensors that are not parameters, such as buffers; those of a layer by their last part.
-        aliases: other keys of ``config.json`` that transformers reads as these keys.
-        norm: the norms, whose eps ``config.json`` has.
+        ignored: names of tensors that are not parameters, such as buffers; for tensors of a layer the end of the name.
+        aliases: other names of keys, each with the key that transformers reads it as.
+        norm: the norms; their eps comes from ``config.json``.
         eps: the key of that eps.
         activation: the key of the activation; empty if ``config.json`` has none that can be chosen.
         activations: the activations by their names under that key.
@@ -72,13 +73,13 @@ class Family:
         return found
 
     def write_basics(self, config: DecoderConfig) -> dict[str, Any]:
-        """The keys of ``read_basics``."""
+        """The inverse of ``read_basics``: its keys of ``config.json``."""
         activation = {self.activation: key_of(self.activations, config.activation)} if self.activation else {}
         return {self.eps: config.norm.eps} | activation
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int]:
-    """The sizes by the names in patterns of views."""
+    """The sizes of axes, by their names in the patterns of views."""
     return {
         "vocab": config.vocab_size,
         "embed": config.model_dim,
@@ -125,11 +126,11 @@ def of_layers(schemes: Sequence[Scheme]) -> Scheme | Layers:
 def layer_types(values: Values, period: Sequence[str] = (FULL,)) -> list[str]:
     """``layer_types`` of ``config.json``, or a repeated period if it has none."""
     count = values["num_hidden_layers"]
-    given = values.get("layer_types") or [period[n % len(period)] for n in range(count)]
-    check(len(given) == count, f"config.json: layer_types names {len(given)} layers of {count}")
-    for kind in given:
+    types = values.get("layer_types") or [period[n % len(period)] for n in range(count)]
+    check(len(types) == count, f"config.json: layer_types names {len(types)} layers of {count}")
+    for kind in types:
         check_choice("config.json: layer_types", kind, (FULL, SLIDING))
-    return given
+    return types
 
 
 _ROPE_KEYS = ("model_type", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
@@ -145,10 +146,10 @@ def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
     Raises:
         ValueError: for rules by layer type, and for partial rotation in another family.
     """
-    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    rule = _from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": given})
+    inner = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    rule = _from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": inner})
     name, one = values["model_type"], isinstance(rule, FrequencyRule)
-    check(one, f"config.json: rope_parameters {shown(given)}: {name} has one rule for all layers; give only that rule")
+    check(one, f"config.json: rope_parameters {shown(inner)}: {name} has one rule for all layers; give only that rule")
     share = 1 if partial or isinstance(rule, Proportional) else rule.partial_rotary_factor
     check(
         share == 1, f"config.json: partial_rotary_factor must be 1 for {name}, which rotates whole heads; found {share}"
@@ -184,7 +185,7 @@ def rope_schemes(values: Values, types: Sequence[str], rules: Mapping | None = N
 
 
 def types_of(config: DecoderConfig) -> list[str]:
-    """Full or sliding, for every layer."""
+    """The type of every layer: full or sliding."""
     return [FULL if scheme.mask is None else SLIDING for scheme in config.layers.schemes]
 
 
@@ -204,7 +205,7 @@ def window_of(config: DecoderConfig) -> int | None:
 
 
 def rule_of(config: DecoderConfig, kind: str | None = None) -> FrequencyRule | None:
-    """The frequency rule of the layers of a kind, or of the first that rotates; None if none does."""
+    """The frequency rule of the layers of type ``kind``, or of the first layer that rotates; None if none rotates."""
     pairs = zip(types_of(config), config.layers.schemes, strict=True)
     found = [scheme.features for layer, scheme in pairs if scheme.rotates and kind in (None, layer)]
     wrong = [features for features in found if type(features) is not Rotary]
@@ -213,12 +214,12 @@ def rule_of(config: DecoderConfig, kind: str | None = None) -> FrequencyRule | N
 
 
 def _with_size(rule: FrequencyRule, config: DecoderConfig) -> FrequencyRule:
-    """The rule with the head size, which some need to compute their base."""
+    """The rule with the head size, which some rules need to compute their base."""
     return rule if rule.head_dim is not None else dataclasses.replace(rule, head_dim=config.head_dim)
 
 
 def rope_values(config: DecoderConfig) -> dict[str, Any]:
-    """``rope_parameters``, ``max_position_embeddings`` and, for transformers 4, ``rope_theta`` of the one rule."""
+    """``rope_parameters``, ``max_position_embeddings`` and, for transformers 4, ``rope_theta`` of the rule."""
     rule = rule_of(config)
     if rule is None:
         return length_value(config)
@@ -248,16 +249,16 @@ def reach(rule: FrequencyRule, stated: int | None) -> int:
     return max(int(rule.original_length * (getattr(rule, "factor", None) or 1.0)), stated)
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
+# --- comparing configs ------------------------------------------------------------------------------------------------
 
-_HOW = ("compute_dtype", "remat", "scan_layers", "implementation", "placement", "trained_length")
+_NOT_COMPARED = ("compute_dtype", "remat", "scan_layers", "implementation", "placement", "trained_length")
 """Fields that may differ between equal models: how they are computed, and the length they were trained at."""
 
 
 def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> None:
-    """Raises ValueError, with the field, unless a config and the one read back from ``config.json`` are equal."""
+    """Raises ValueError, with the field, unless a config and ``again``, read back from ``config.json``, are equal."""
     for field in dataclasses.fields(DecoderConfig):
-        if field.name in _HOW:
+        if field.name in _NOT_COMPARED:
             continue
         ours, theirs = (_comparable(field.name, c) for c in (config, again))
         found, wanted = _difference(ours, theirs)
@@ -274,11 +275,11 @@ def _comparable(name: str, config: DecoderConfig) -> Any:
     if name == "query_scale":
         return config.head_dim**-0.5 if value is None else value
     if isinstance(value, Scheme | Layers):
-        return [_plainly(scheme, config) for scheme in uniform(value, config.num_layers).schemes]
+        return [_comparable_scheme(scheme, config) for scheme in uniform(value, config.num_layers).schemes]
     return set(value) if isinstance(value, tuple) else value
 
 
-def _plainly(scheme: Scheme, config: DecoderConfig) -> Scheme:
+def _comparable_scheme(scheme: Scheme, config: DecoderConfig) -> Scheme:
     """The scheme without the head size in its rule, and with NTK-aware scaling as the equivalent plain rule."""
     rule = scheme.features.frequencies if type(scheme.features) is Rotary else None
     if rule is None or rule.head_dim not in (None, config.head_dim):

@@ -88,14 +88,14 @@ class TensorFolder:
         raise FileNotFoundError(f"{self._root} has no *.safetensors file")
 
     def _wanted(self, names: Sequence[str]) -> Sequence[str]:
-        """The files to read: ``model.safetensors`` first, as in transformers; else those of the index; else all."""
+        """The files to read: ``model.safetensors`` first, as in transformers; else the files in the index; else all."""
         if WHOLE in names:
             return [WHOLE]
         if INDEX not in names:
             return [name for name in names if name.endswith(SUFFIX)]
-        where = read_json(self._files, f"{self._root}/{INDEX}").get("weight_map")
-        check(isinstance(where, dict), f"{self._root}/{INDEX} is broken: it has no weight_map of tensors to files")
-        wanted = sorted({str(name) for name in where.values()})
+        file_of = read_json(self._files, f"{self._root}/{INDEX}").get("weight_map")
+        check(isinstance(file_of, dict), f"{self._root}/{INDEX} is broken: it has no weight_map of tensors to files")
+        wanted = sorted({str(name) for name in file_of.values()})
         lost = [name for name in wanted if name not in names]
         check(not lost, f"{self._root}: {INDEX} names {lost[0] if lost else None!r}, which does not exist")
         return wanted
@@ -192,8 +192,8 @@ def create(folder: Path, layouts: Sequence[FileLayout]) -> None:
     if len(layouts) > 1:
         entries = [entry for layout in layouts for entry in layout.entries.values()]
         total = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
-        where = {name: layout.file for layout in layouts for name in layout.entries}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        file_of = {name: layout.file for layout in layouts for name in layout.entries}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -242,7 +242,7 @@ def is_local(files: Any) -> bool:
 
 
 def read_json(files: Any, path: str) -> dict[str, Any]:
-    """A JSON object. Raises FileNotFoundError without the file, and ValueError if it holds anything else."""
+    """A JSON object. Raises FileNotFoundError without the file, and ValueError if the file holds anything else."""
     if not files.isfile(path):
         raise FileNotFoundError(f"there is no {path}")
     try:

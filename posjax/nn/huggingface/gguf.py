@@ -107,8 +107,8 @@ class GGUF:
         stored = self._tensors[name]
         found = np.asarray(dequantize(stored.data, stored.tensor_type), np.float32).reshape(self.entries[name].shape)
         heads = {"self_attn.q_proj": "head_count", "self_attn.k_proj": "head_count_kv"}
-        own = next((key for part, key in heads.items() if f".{part}." in name), None)
-        return found if own is None else _halves(found, self._heads(own))
+        count_key = next((key for part, key in heads.items() if f".{part}." in name), None)
+        return found if count_key is None else _halves(found, self._heads(count_key))
 
     def tokenizer_files(self) -> dict[str, str]:
         """``tokenizer.json`` and ``tokenizer_config.json`` of the file's own tokenizer; see ``gguf_tokenizer``."""
@@ -141,7 +141,7 @@ class GGUF:
 
     @staticmethod
     def _name(name: str) -> str:
-        """The Hugging Face name of a tensor; unchanged if there is none."""
+        """The Hugging Face name of a tensor; the name unchanged if Hugging Face has none."""
         part, _, kind = name.rpartition(".")
         if part in _OUTER_NAMES:
             return f"{_OUTER_NAMES[part]}.{kind}"
@@ -163,7 +163,7 @@ def _reader(path: str | Path) -> Any:
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """From llama.cpp's order of a head's channels, pairs (t, t + d/2), to halves."""
+    """Reorders the channels of every head: llama.cpp has t and t + d/2 side by side, Hugging Face has two halves."""
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 

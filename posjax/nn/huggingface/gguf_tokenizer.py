@@ -6,7 +6,7 @@ from typing import Any
 
 from posjax._checks import check_choice
 
-# How text is split before its pairs are merged, by llama.cpp's names: the pre-tokenizer of a tokenizer.json.
+# The pre-tokenizers of a tokenizer.json by llama.cpp's names: how text is split before BPE merges pairs.
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _DIGITS = {"type": "Digits", "individual_digits": True}
 _LLAMA3 = (
@@ -20,7 +20,7 @@ _SPLITS = {
     "llama-bpe": {"type": "Sequence", "pretokenizers": [_BY_LLAMA3, _BYTES | {"use_regex": False}]},
 }
 _WHOLE_WORDS_FIRST = ("llama-bpe",)
-"""Splits that do not merge words that are in the vocabulary."""
+"""Splits after which BPE keeps a word that is in the vocabulary, without merges."""
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 _SPACE = "▁"
 
@@ -87,7 +87,7 @@ _KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
-    """The pairs that SentencePiece would merge, best first: those whose concatenation is a token, by its score."""
+    """The pairs that SentencePiece would merge: pairs whose concatenation is a token, by its score, best first."""
     ids = {token: n for n, token in enumerate(tokens)}
     pairs = [
         (-score, ids[token[:cut]], ids[token[cut:]])
@@ -107,9 +107,9 @@ def _bpe(tokens: Sequence[str], merges: list[list[str]], **options: Any) -> dict
 def _added(get: Get, tokens: Sequence[str]) -> list[dict[str, Any]]:
     """Special tokens, and tokens that are never split."""
     types = get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    how = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": n, "content": token, "special": kind in (_CONTROL, _UNKNOWN)} | how
+        {"id": n, "content": token, "special": kind in (_CONTROL, _UNKNOWN)} | flags
         for n, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind not in (_NORMAL, _BYTE)
     ]
@@ -127,7 +127,7 @@ def _special(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
 def _added_around(get: Get, tokens: Sequence[str], kind: str) -> dict[str, Any] | None:
     """The tokens before and after every text, or None.
 
-    Like llama.cpp it adds BOS before texts of SentencePiece and Llama 3 unless the metadata says otherwise.
+    As in llama.cpp, BOS is added before texts of SentencePiece and Llama 3 unless the metadata says otherwise.
     """
     usual = {"bos": kind == "llama" or get("tokenizer.ggml.pre") == "llama-bpe", "eos": False}
     ids = {name: get(f"tokenizer.ggml.{name}_token_id") for name in usual}

@@ -53,9 +53,9 @@ def output(layer: str, name: str) -> dict[str, View]:
 def fused(name: str, rows: str, parts: Sequence[tuple[str, str]]) -> dict[str, View]:
     """The views of queries, keys and values in one Linear layer, whose rows are split as in ``rows``."""
     found = {}
-    for part, (ours, kept) in enumerate(parts):
-        found[f"block/attention/{ours}"] = View(f"{name}.weight", f"({rows}) embed -> embed {kept} size", part)
-        found[f"block/attention/{ours}_bias"] = View(f"{name}.bias", f"({rows}) -> {kept} size", part)
+    for part, (ours, heads) in enumerate(parts):
+        found[f"block/attention/{ours}"] = View(f"{name}.weight", f"({rows}) embed -> embed {heads} size", part)
+        found[f"block/attention/{ours}_bias"] = View(f"{name}.bias", f"({rows}) -> {heads} size", part)
     return found
 
 
@@ -94,7 +94,7 @@ _GPT_BUFFERS = ("attn.bias", "attn.masked_bias", "attn.embed_positions")
 
 
 def _gpt2_tensors(config: DecoderConfig) -> dict[str, View]:
-    """Its Conv1D layers hold the transposes of the matrices of Linear layers."""
+    """The views of GPT-2, whose Conv1D layers hold the transposes of the matrices of Linear layers."""
     found = tables("transformer.wte", "lm_head")
     found["embedding/embedding/embedding"] = View("transformer.wpe.weight", "positions embed -> positions embed")
     for part, name in enumerate("qkv"):
@@ -187,7 +187,7 @@ _NEOX = "gpt_neox.layers.{layer}."
 
 
 def _neox_tensors(config: DecoderConfig) -> dict[str, View]:
-    """The head is ``embed_out`` in files, though not in ``state_dict``."""
+    """The views of GPT-NeoX. The head is named ``embed_out`` in files, but not in ``state_dict``."""
     found = megatron(_NEOX, "attention") | norm("norm", "gpt_neox.final_layer_norm")
     return found | tables("gpt_neox.embed_in", "embed_out")
 
@@ -240,23 +240,26 @@ GPT_NEOX = Family(
 
 
 def _neox_rule(values: Values) -> FrequencyRule:
-    """The rule, whose base and rotated part transformers reads from keys that only this family has.
+    """The frequency rule. transformers reads its base and its rotated part from keys that only this family has.
 
     Raises:
         ValueError: for ``rope_theta`` or ``partial_rotary_factor`` that contradict those keys.
     """
-    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    older = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    taken = {key: given.get(key, values[name]) for key, name in older.items()}
-    for key, name in older.items():
-        found = values.get(key, taken[key])
-        why = f"config.json: {key} {found!r}: transformers reads {name} for gpt_neox, which is {taken[key]!r} here"
-        check(found == taken[key], f"{why}; set it to {found!r} if that is intended")
-    return rope_rule({**values, "rope_scaling": None, "rope_parameters": {**given, **taken}}, partial=True)
+    parameters = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    used = {key: parameters.get(key, values[name]) for key, name in names.items()}
+    for key, name in names.items():
+        found = values.get(key, used[key])
+        why = f"config.json: {key} {found!r}: transformers reads {name} for gpt_neox, which is {used[key]!r} here"
+        check(found == used[key], f"{why}; set it to {found!r} if that is intended")
+    return rope_rule({**values, "rope_scaling": None, "rope_parameters": {**parameters, **used}}, partial=True)
 
 
 def _neox_rope_values(config: DecoderConfig) -> dict[str, Any]:
-    """transformers 4 reads ``rotary_pct`` and ``rotary_emb_base``, transformers 5 the rope parameters."""
+    """The keys of the rule.
+
+    transformers 4 reads ``rotary_pct`` and ``rotary_emb_base``, transformers 5 reads ``rope_parameters``.
+    """
     found, rule = rope_values(config), rule_of(config)
     if rule is None:
         return found
@@ -325,7 +328,7 @@ _MPT_ATTENTION = {
     "prefix_lm": (False,),
     "attn_uses_sequence_id": (False,),
 }
-"""Options of MPT's attention, with the values that ``Decoder`` has."""
+"""Options of MPT's attention, each with the values that ``Decoder`` supports."""
 
 
 def _mpt(values: Values) -> dict[str, Any]:
@@ -386,7 +389,10 @@ _FALCON_PARTS = ("q", "(kv_heads each)"), ("k", "kv_heads"), ("v", "kv_heads")
 
 
 def _falcon_tensors(config: DecoderConfig) -> dict[str, View]:
-    """Each group has its queries, then its key, then its value; Falcon 7B has one group, which is the whole tensor."""
+    """The views of Falcon. Each group of heads has its queries, then its key, then its value.
+
+    Falcon 7B has one group, which is the whole tensor.
+    """
     found = tables("transformer.word_embeddings", "lm_head")
     found |= fused(f"{_H}self_attention.query_key_value", _FALCON_ROWS, _FALCON_PARTS)
     found |= output(_H, "self_attention.dense") | mlp(_H, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")

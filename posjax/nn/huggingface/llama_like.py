@@ -98,13 +98,13 @@ LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddin
 
 
 def llama_biases(values: Values) -> dict[str, Any]:
-    """Biases in Llama's config: one key for queries, keys, values and output."""
+    """The biases of Llama's config, which has one key for queries, keys, values and output."""
     attention = values.get("attention_bias", False)
     return {"biases": biases(qkv=attention, output=attention, mlp=values.get("mlp_bias", False))}
 
 
 def llama_bias_values(config: DecoderConfig) -> dict[str, bool]:
-    """The keys of ``llama_biases``."""
+    """The inverse of ``llama_biases``: its keys of ``config.json``."""
     return {"attention_bias": "qkv" in config.biases, "mlp_bias": "mlp" in config.biases}
 
 
@@ -113,7 +113,7 @@ def _rope(values: Values) -> Scheme:
 
 
 def _windowed(values: Values, *, partial: bool = False) -> Scheme:
-    """A window in all layers, or in none; transformers does not read ``layer_types`` of these families."""
+    """A window in all layers or in no layer; transformers does not read ``layer_types`` of these families."""
     kind = FULL if values.get("sliding_window") is None else SLIDING
     other = set(layer_types(values, (kind,))) - {kind}
     name, why = values["model_type"], "because of sliding_window; leave layer_types out"
@@ -124,7 +124,7 @@ def _windowed(values: Values, *, partial: bool = False) -> Scheme:
 def _family(
     name: str, architecture: str, read: Callable, write: Callable, defaults: dict, tensors: Callable = llama_tensors
 ) -> Family:
-    """A family with Llama's keys and, unless others are given, its tensors."""
+    """A family with Llama's keys and, by default, Llama's tensors."""
     return Family(name, architecture, KEYS, read, write, tensors, LLAMA_DEFAULTS | defaults)
 
 
@@ -146,7 +146,7 @@ MISTRAL = _family(
 
 
 def _qwen_types(values: Values) -> list[str]:
-    """Qwen's layers: those from ``max_window_layers`` on are sliding, if windows are used."""
+    """Qwen's layer types: layers from ``max_window_layers`` on are sliding, if windows are used."""
     used = values.get("use_sliding_window") and values["sliding_window"] is not None
     first, count = values["max_window_layers"], values["num_hidden_layers"]
     types = layer_types(values, [SLIDING if used and n >= first else FULL for n in range(count)])
@@ -181,7 +181,10 @@ QWEN3 = _family(
 
 
 def _smollm3_schemes(values: Values) -> Any:
-    """RoPE, except in every fourth layer or those with a 0 in ``no_rope_layers``; these have the window, if any."""
+    """Every layer's scheme: RoPE, except in every fourth layer or in layers with a 0 in ``no_rope_layers``.
+
+    The layers without RoPE have the window, if there is one.
+    """
     rule, count, every = rope_rule(values), values["num_hidden_layers"], values["no_rope_layer_interval"]
     rotating = values.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
     check(len(rotating) >= count, f"config.json: no_rope_layers names {len(rotating)} layers of {count}")
@@ -319,13 +322,13 @@ GEMMA2 = _gemma_family(
 
 def _gemma3_rules(values: Values) -> dict[str, FrequencyRule]:
     """The rules of both layer types; ``rope_scaling`` and ``rope_theta`` of transformers 4 are for full layers."""
-    given = values.get("rope_parameters") or {}
+    types = values.get("rope_parameters") or {}
     check(
-        given.keys() <= {FULL, SLIDING} and all(isinstance(inner, Mapping | None) for inner in given.values()),
-        f"config.json: rope_parameters {shown(given)}: gemma3_text has separate ones for {FULL} and {SLIDING}",
+        types.keys() <= {FULL, SLIDING} and all(isinstance(inner, Mapping | None) for inner in types.values()),
+        f"config.json: rope_parameters {shown(types)}: gemma3_text has separate ones for {FULL} and {SLIDING}",
     )
-    full = {"rope_theta": values.get("rope_theta", 1e6)} | (given.get(FULL) or {}) | (values.get("rope_scaling") or {})
-    sliding = {"rope_theta": values.get("rope_local_base_freq", 1e4)} | (given.get(SLIDING) or {})
+    full = {"rope_theta": values.get("rope_theta", 1e6)} | (types.get(FULL) or {}) | (values.get("rope_scaling") or {})
+    sliding = {"rope_theta": values.get("rope_local_base_freq", 1e4)} | (types.get(SLIDING) or {})
     pairs = ((FULL, full), (SLIDING, sliding))
     return {kind: rope_rule({**values, "rope_scaling": None, "rope_parameters": inner}) for kind, inner in pairs}
 
@@ -361,7 +364,7 @@ GEMMA3 = _gemma_family(
         "sliding_window": 4096,
         "head_dim": 256,
     },
-    attn_logit_softcapping=None,  # transformers does not read it
+    attn_logit_softcapping=None,  # transformers does not read this key
 )
 
 
@@ -494,7 +497,7 @@ def _gpt_oss_tensors(config: DecoderConfig) -> dict[str, View]:
 
 
 def _gpt_oss_rope(values: Values) -> Values:
-    """The config with the rule of the released models, if it has none."""
+    """The values of ``config.json``, with the rule of the released models if they contain no rule."""
     yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     yarn |= {"original_max_position_embeddings": 4096}
     return {**values, "rope_parameters": values.get("rope_parameters") or yarn}

@@ -88,14 +88,14 @@ def from_pretrained(
     """A released model as a ``Decoder``.
 
     Tensors are read one layer at a time and directly into the devices' shards: besides the arrays on the devices, a
-    host needs memory for its part of the largest tensor, or for all of it if the files are at a URL or packed.
+    host needs memory for its part of the largest tensor, or for the whole tensor if the files are at a URL or packed.
 
     Args:
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec, or
             a local GGUF file. The families are those of ``nn.huggingface.FAMILIES``.
-        dtype: of the parameters; None for that of the files.
-        sharding: of a parameter, from the logical names of its axes and its shape; see ``logical_axes``. All on one
-            device when left out.
+        dtype: of the parameters; None for the dtypes of the files.
+        sharding: computes the sharding of a parameter from the logical names of its axes and its shape; see
+            ``logical_axes``. When left out all parameters are on one device.
         changes: fields of ``DecoderConfig`` that do not change the model: ``compute_dtype``, ``remat``,
             ``scan_layers``, ``implementation``, ``placement``. For another scheme use ``Decoder.with_scheme``.
 
@@ -124,7 +124,7 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
     Args:
         source: the tensors.
         values: of ``config.json``.
-        config: the result of ``read_config`` for them.
+        config: the result of ``read_config(values)``.
         wanted: the tree of parameters as ``jax.ShapeDtypeStruct``, with shardings or without.
 
     Raises:
@@ -137,9 +137,9 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
     _check_tied(source, family, config)
 
     def read(parameter: Stored) -> jax.Array:
-        own = partial(_read, source, parameter.view, sizes)
+        reader = partial(_read, source, parameter.view, sizes)
         names = [_find(source, family, name) for name in parameter.tensors]
-        return own(parameter.leaf, names[0]) if parameter.layers is None else _stacked(own, parameter.leaf, names)
+        return reader(parameter.leaf, names[0]) if parameter.layers is None else _stacked(reader, parameter.leaf, names)
 
     with jax.set_mesh(NO_MESH):
         return jax.tree.unflatten(jax.tree.structure(wanted), list(map(read, parameters)))
@@ -154,7 +154,7 @@ def check_dtype(dtype: str | None) -> None:
 class Stored(NamedTuple):
     """A parameter of a decoder, and the tensors that hold it: one, or one for each of its layers if it is in a stack.
 
-    ``leaf`` is its array, or shape and dtype.
+    ``leaf`` is the array of the parameter, or its shape and dtype. ``layers`` is None outside a stack.
     """
 
     leaf: Any
@@ -170,7 +170,7 @@ def named_parameters(tree: Any) -> list[tuple[str, Any]]:
 
 
 def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Stored]:
-    """Every parameter of a tree with its tensors. Raises ValueError for one that the family's layout does not have."""
+    """Every parameter of a tree with its tensors. Raises ValueError for a parameter without a tensor."""
     views, found = family.tensors(config), []
     for path, leaf in named_parameters(parameters):
         name, layers = _name_and_layers(path, config)
@@ -183,7 +183,7 @@ def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Store
 
 
 def _name_and_layers(path: str, config: DecoderConfig) -> tuple[str, Sequence[int] | None]:
-    """The name of the parameter with a path in a family's tensors, and its layers if it is in a stack."""
+    """The name in ``Family.tensors`` of the parameter at a path, and its layers if it is in a stack."""
     if not path.startswith("stacks/"):
         return path, None
     _, pattern, number, rest = path.split("/", 3)
@@ -225,7 +225,7 @@ def _check_tied(source: Source, family: Family, config: DecoderConfig) -> None:
     )
 
 
-_ROWS = 4096  # compared at a time
+_ROWS = 4096  # rows compared at a time
 
 
 def _is_ignored(name: str, family: Family, head: str | None) -> bool:
@@ -233,7 +233,7 @@ def _is_ignored(name: str, family: Family, head: str | None) -> bool:
 
 
 def _find(source: Source, family: Family, name: str) -> str:
-    """The name in the files, with the family's prefix or without."""
+    """The name of a tensor in the files, with the family's prefix or without."""
     for found in (name, name.removeprefix(family.prefix)):
         if found in source.entries:
             return found
@@ -241,14 +241,14 @@ def _find(source: Source, family: Family, name: str) -> str:
 
 
 def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, sharding: Callable | None) -> Any:
-    """The abstract parameters of a model with the given dtype, or those of the files, and their shardings."""
+    """The parameters as ``jax.ShapeDtypeStruct``, with the given dtype or the dtypes of the files, and shardings."""
     abstract = nnx.to_pure_dict(nnx.state(model))
     firsts = [_find(source, family, each.tensors[0]) for each in stored(family, model.config, abstract)]
     dtypes = jax.tree.unflatten(jax.tree.structure(abstract), [source.entries[first].dtype for first in firsts])
 
-    def struct(leaf: jax.ShapeDtypeStruct, kept: np.dtype, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
-        where = None if sharding is None else sharding(axes, leaf.shape)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype or kept, sharding=where)
+    def struct(leaf: jax.ShapeDtypeStruct, file_dtype: np.dtype, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+        leaf_sharding = None if sharding is None else sharding(axes, leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or file_dtype, sharding=leaf_sharding)
 
     return jax.tree.map(struct, abstract, dtypes, logical_axes(model))
 
@@ -268,7 +268,7 @@ def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str])
     stack, put = jnp.zeros(struct.shape, struct.dtype, device=whole), _put(whole)
     for row, name in enumerate(names):
         stack = put(stack, read(one, name), row, 0)
-        # One layer at a time on the host: dispatched work keeps its arguments alive.
+        # Wait, so that only one layer at a time is on the host: dispatched work keeps its arguments alive.
         jax.block_until_ready(stack)
     return stack
 

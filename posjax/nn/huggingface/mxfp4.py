@@ -1,7 +1,7 @@
 """Tensors of experts in MXFP4, the format of gpt-oss, read as bfloat16.
 
-Every 32 numbers of a row share a scale: the byte s means ``2^(s - 127)``. A number has 4 bits, two to a byte, the lower
-half first (OCP Microscaling Formats, version 1.0).
+Every 32 numbers of a row share a scale: the byte s means ``2^(s - 127)``. A number has 4 bits. A byte holds two
+numbers, the first one in its lower half (OCP Microscaling Formats, version 1.0).
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
 _PAIRS = _VALUES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]
-"""The two numbers of every byte."""
+"""The two numbers that a byte holds, for all 256 bytes."""
 _AT_ONCE = 2**18
 """Numbers unpacked at a time, which limits the extra float32 memory."""
 
 
 class Mxfp4:
-    """A folder's tensors; those in MXFP4 get the names and shapes that unpacked releases use.
+    """The tensors of a folder; tensors in MXFP4 get the names and shapes that unpacked releases use.
 
     ``NAME_blocks [experts, rows, groups, 16]`` and ``NAME_scales [experts, rows, groups]`` are together
     ``NAME [experts, 32 groups, rows]``.
@@ -34,8 +34,8 @@ class Mxfp4:
     def __init__(self, folder: TensorFolder):
         self._folder = folder
         packed = [name.removesuffix(_BLOCKS) for name in folder.entries if name.endswith(_BLOCKS)]
-        hidden = {name + end for name in packed for end in (_BLOCKS, _SCALES)}
-        plain = {name: entry for name, entry in folder.entries.items() if name not in hidden}
+        packed_names = {name + end for name in packed for end in (_BLOCKS, _SCALES)}
+        plain = {name: entry for name, entry in folder.entries.items() if name not in packed_names}
         self.entries: Mapping[str, Entry] = plain | {name: self._entry(name) for name in packed}
 
     def tensor(self, name: str) -> np.ndarray:

@@ -10,11 +10,14 @@ from posjax.nn.huggingface import gpt_like, llama_like
 from posjax.nn.huggingface.family import Family, check_same
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*llama_like.LLAMA_LIKE, *gpt_like.GPT_LIKE)}
-"""Families by ``model_type``. A decoder that fits several is written as the first."""
+"""Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """The family of a ``config.json``. Raises ValueError for an unknown one, with the known ones."""
+    """The family of a ``config.json``.
+
+    Raises ValueError for an unknown family, with the known ones; for models of more than text; for quantised tensors.
+    """
     check("model_type" in values, "config.json lacks model_type: it is not the configuration of a released model")
     name, quantised = values["model_type"], values.get("quantization_config")
     check(
@@ -36,18 +39,18 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     """
     family = family_of(values)
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
-    given = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
-    given |= {key: None for key, value in family.defaults.items() if key in values and values[key] is None}
+    filled = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
+    filled |= {key: None for key, value in family.defaults.items() if key in values and values[key] is None}
     for key, wanted in (_FIXED | dict(family.fixed)).items():
         fits = wanted if isinstance(wanted, tuple) else (wanted,)
         found = values.get(key, fits[0])
         why = f"config.json: {key} {found!r} is an option that Decoder does not have; {fits[0]!r} would work"
         check(found in fits, why)
-    lacking = [key for key, field in family.keys.items() if key not in given and field in _NEEDED]
+    lacking = [key for key, field in family.keys.items() if key not in filled and field in _NEEDED]
     check(not lacking, f"config.json lacks {lacking[0] if lacking else None!r}")
-    _check_kinds(family, given)
-    fields = {field: given[key] for key, field in family.keys.items() if given.get(key) is not None}
-    config = _config(fields | family.read_basics(given) | family.read(given))
+    _check_kinds(family, filled)
+    fields = {field: filled[key] for key, field in family.keys.items() if filled.get(key) is not None}
+    config = _config(fields | family.read_basics(filled) | family.read(filled))
     size = values.get("head_dim") or config.head_dim
     check(
         size == config.head_dim,
@@ -122,7 +125,7 @@ def fitting_family(config: DecoderConfig) -> Family:
     """The first family whose layout can store a config.
 
     Raises:
-        ValueError: if none can, with the reason for Llama's layout.
+        ValueError: if no layout can, with the reason for Llama's layout.
     """
     reasons = {}
     for family in FAMILIES.values():

@@ -1,4 +1,4 @@
-"""Writing decoders in the layout of released models: every device's part directly into the files."""
+"""Writing decoders in the layout of released models: every device's part is written directly into the files."""
 
 import json
 import tempfile
@@ -53,7 +53,8 @@ COPIED = (
 )
 """Files of a released folder that are copied unchanged."""
 
-# Keys that other versions of transformers use for values written here, or that are no longer valid.
+# Keys of `like` that are not copied: other versions of transformers use them for values written here, or they are no
+# longer valid.
 _STALE = ("rope_scaling", "rope_theta", "rope_parameters", "layer_types", "sliding_window", "torch_dtype", "dtype")
 _STALE += ("transformers_version", "quantization_config", "partial_rotary_factor", "rope_local_base_freq")
 _STALE += ("auto_map", "original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "sliding_window_pattern")
@@ -74,16 +75,17 @@ def save_pretrained(
 ) -> None:
     """Writes a decoder in the layout of Hugging Face: ``config.json`` and ``*.safetensors``.
 
-    Every process writes its own devices' parts, so all must see the same folder. For a URL the files are first written
-    to the temporary folder (``TMPDIR``), which all must see and which needs space for the model. Files get their final
-    names after everything is written.
+    Every process writes its own devices' parts, so all processes must see the same folder. For a URL the files are
+    first written to the temporary folder (``TMPDIR``), which all processes must see and which needs space for the
+    model. Files get their final names after everything is written.
 
     Args:
         decoder: the model.
-        path: the folder, local or a URL of fsspec. It must not hold a model.
+        path: the folder, local or a URL of fsspec. It must not already hold a model.
         like: a released model whose other files (the tokenizer, ...) and other keys of ``config.json`` are copied.
-        family: the ``model_type`` to write; that of ``like``, or else the first whose layout can store the config.
-        dtype: of the tensors; that of the parameters when left out.
+        family: the ``model_type`` to write; when left out that of ``like``, or without ``like`` the first family whose
+            layout can store the config.
+        dtype: of the tensors; the dtype of the parameters when left out.
         max_file_bytes: the largest size of a file, unless one tensor is larger.
 
     Raises:
@@ -91,9 +93,9 @@ def save_pretrained(
     """
     check_positive("max_file_bytes", max_file_bytes)
     check_dtype(dtype)
-    given = {} if like is None else read_values(like)
-    chosen = _family(decoder.config, family, given)
-    values = _values(decoder.config, chosen, given)
+    like_values = {} if like is None else read_values(like)
+    chosen = _family(decoder.config, family, like_values)
+    values = _values(decoder.config, chosen, like_values)
     parameters = stored(chosen, decoder.config, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
     tensors = _tensors(decoder.config, parameters, dtype)
     values["dtype"] = next(iter(tensors.values()))[0].name
@@ -136,7 +138,7 @@ def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> 
 def _partial(files: Any, root: str) -> Iterator[Path]:
     """A new folder to write into until everything is written: next to the target, or temporary for a URL.
 
-    It is removed, also if writing fails; only a killed process leaves it behind.
+    The folder is removed, also if writing fails; only a killed process leaves it behind.
     """
     parent = Path(root).parent if is_local(files) else None
     if parent is not None:
@@ -188,7 +190,7 @@ def _write(config: DecoderConfig, parameters: Sequence[Stored], layouts: list[Fi
 
 
 def _parts(parameter: Stored) -> Iterator[tuple[str, tuple, np.ndarray]]:
-    """For every shard of this process, one layer at a time: the tensor, the index in the parameter, the numbers."""
+    """For every shard of this process, one layer at a time: tensor name, index in the parameter, and numbers."""
     for shard in parameter.leaf.addressable_shards:
         if shard.replica_id != 0:
             continue

@@ -21,8 +21,8 @@ class View:
     The pattern names the axes of the tensor and, after ``->``, those of the parameter. Brackets split an axis, the
     slower part first: ``"(heads size) embed -> embed heads size"`` is a projection whose rows are the heads' channels.
     If several parameters share a tensor one axis is a number, ``"3"``, or a sum, ``"heads+kv_heads+kv_heads"``, and
-    ``part`` is the index of this parameter. An axis of one number disappears. Brackets on the right join axes,
-    at most once in a pattern.
+    ``part`` is the index of this parameter. The axis disappears if it is a number, or if the part of the sum is ``1``.
+    Brackets on the right join axes, at most once in a pattern.
 
     Args:
         name: of the tensor; ``{layer}`` is the number of the layer.
@@ -55,13 +55,13 @@ class View:
         return tuple(found)
 
     def _split(self, tensor: np.ndarray, sizes: AxisSizes) -> np.ndarray:
-        """The tensor with an axis for every name on the right, in their order: no copy."""
+        """The tensor with one axis for every name on the right, in the order of the names. Nothing is copied."""
         left, right = self._sides
         names = [atom for axis in left for atom in axis]
         split = tensor.reshape([_size(atom, sizes) for atom in names])
         chosen = split[tuple(self._selection(atom, sizes) for atom in names)]
-        left_over = [self._remaining(atom) for atom in names if self._remaining(atom)]
-        return chosen.transpose([left_over.index(atom) for axis in right for atom in axis])
+        remaining = [self._remaining(atom) for atom in names if self._remaining(atom)]
+        return chosen.transpose([remaining.index(atom) for axis in right for atom in axis])
 
     def _selection(self, atom: str, sizes: AxisSizes) -> int | slice:
         """The index of the parameter along one axis."""
@@ -85,7 +85,7 @@ class View:
 
 
 def check_shape(view: View, sizes: AxisSizes, name: str, found: tuple[int, ...]) -> None:
-    """Raises ValueError for a tensor whose shape differs from that of the config."""
+    """Raises ValueError for a tensor whose shape differs from the shape in the config."""
     wanted = view.tensor_shape(sizes)
     check(tuple(found) == wanted, f"tensor {name!r} has shape {tuple(found)}; by config.json it must have {wanted}")
 
