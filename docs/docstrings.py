@@ -23,9 +23,9 @@ class Docstring(NamedTuple):
     summary: str
     """The first paragraph."""
     body: str
-    """All paragraphs, formulas and lists, with what is returned and raised."""
+    """All paragraphs, formulas and lists, and the sections on results and errors."""
     options: dict[str, str]
-    """What is said of each argument or field."""
+    """The description of each argument or field, by name."""
 
 
 @functools.cache
@@ -35,14 +35,14 @@ def parse(thing) -> Docstring:
     names = () if inspect.ismodule(thing) else parameters(thing)
     body, options = [], {}
     for block in re.split(r"\n\s*\n", raw):
-        made, found = _block(block, names)
-        body += made
-        options |= found
+        markdown, described = _block(block, names)
+        body += markdown
+        options |= described
     return Docstring(raw, inline(raw.split("\n\n")[0]), "\n\n".join(body), options)
 
 
 def _block(block: str, names) -> tuple[list[str], dict[str, str]]:
-    """Markdown of a run of lines without a blank one, and the options that it describes."""
+    """The Markdown of a block of lines without a blank line, and the descriptions of options in it."""
     head, _, rest = block.partition("\n")
     if head in _SECTIONS:
         if head == "Args:":
@@ -62,7 +62,10 @@ def _block(block: str, names) -> tuple[list[str], dict[str, str]]:
 
 
 def _fields(text: str, names) -> tuple[str, dict[str, str]]:
-    """``name: what it is`` with indented further lines, several to a line too; and the lines that are none of these."""
+    """The lines that describe no field, and the descriptions of fields by name.
+
+    A field is ``name: description``. Its further lines are indented, and a line may have several fields.
+    """
     prose, options, current = [], {}, None
     for line in text.splitlines():
         parts = re.split(rf"(?<=[.;] )(?=(?:{'|'.join(names)}): )", line) if names else [line]
@@ -72,12 +75,12 @@ def _fields(text: str, names) -> tuple[str, dict[str, str]]:
             elif not line.startswith(" "):
                 current = None
             (prose if current is None else options.setdefault(current, [])).append(part.strip())
-    said = {name: inline(" ".join(found)) for names, found in options.items() for name in names.split(", ")}
-    return "\n".join(prose), said
+    descriptions = {name: inline(" ".join(found)) for names, found in options.items() for name in names.split(", ")}
+    return "\n".join(prose), descriptions
 
 
 def inline(text: str) -> str:
-    """One paragraph on one line: code spans, links to papers, and everything else as it stands."""
+    """A paragraph as one line of Markdown: code spans, links to papers, and all other text shown literally."""
     text, made, end = " ".join(text.split()), [], 0
     for match in _CODE.finditer(text):
         made += [_plain(text[end : match.start()]), f"`{match[1] or match[2]}`"]
@@ -92,7 +95,7 @@ def _plain(text: str) -> str:
 
 
 def sources(raw: str) -> list[str]:
-    """The papers and articles that a docstring names, each once, as its brackets name them."""
+    """The papers and articles that a docstring cites, each once, in the words of the citation's brackets."""
     flat, found = " ".join(raw.split()), {}
     brackets = [match[1] for match in re.finditer(r"\(([^()]*)\)", flat)]
     for words in [*brackets, *(match[0] for pattern in (_PAPER, _ARTICLE) for match in pattern.finditer(flat))]:
@@ -103,7 +106,7 @@ def sources(raw: str) -> list[str]:
 
 
 def parameters(thing) -> dict[str, inspect.Parameter]:
-    """Its arguments by name, none for what has no signature."""
+    """The arguments of a function or class by name; empty if it has no signature."""
     try:
         return dict(inspect.signature(thing).parameters)
     except (TypeError, ValueError):

@@ -45,8 +45,8 @@ def figure(method: Method) -> tuple[str, str]:
         caption = f"{_caption()} The embeddings attend to each other, without projections."
         return _svg(1, lambda axes: _draw_weights(axes, curves)), caption
     curves = {label: _curve(scheme, method.head_dim) for label, scheme in _lines(method).items()}
-    several = getattr(getattr(method.scheme, "features", None), "num_axes", 1) > 1
-    caption = f"{_caption()} {CONTENTS}" + " Positions move along all axes at once." * several
+    has_several_axes = getattr(getattr(method.scheme, "features", None), "num_axes", 1) > 1
+    caption = f"{_caption()} {CONTENTS}" + " Positions move along all axes at once." * has_several_axes
     return _svg(1, lambda axes: _draw_weights(axes, curves)), caption
 
 
@@ -70,17 +70,17 @@ def _lines(method: Method) -> Mapping[str, pj.Scheme]:
 
 
 def draw_ahead(methods: Sequence[Method]) -> None:
-    """Computes the curves of all figures, some at a time, for compiling one keeps one core busy."""
-    weighed = [method for method in methods if subject(method) not in ("training_positions", "embedding")]
+    """Computes the curves of all figures in parallel, because compiling one curve uses only one core."""
+    with_curves = [method for method in methods if subject(method) not in ("training_positions", "embedding")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        lines = {(scheme, method.head_dim) for method in weighed for scheme in _lines(method).values()}
+        lines = {(scheme, method.head_dim) for method in with_curves for scheme in _lines(method).values()}
         list(pool.map(lambda line: _curve(*line), lines))
 
 
 @functools.cache
 def _curve(scheme: pj.Scheme, head_dim: int) -> Curve:
     options = {} if scheme.linear else {"implementation": "dense"}
-    # Operations that many schemes share are compiled once each, and faster so than every scheme as a whole.
+    # Without jit an operation is compiled once for all schemes: faster than compiling every scheme as a whole.
     common = type(scheme.features) is pj.rotary.Rotary and scheme.bias is None and scheme.linear is None
     with jax.disable_jit(common), np.errstate(invalid="ignore"):
         return weight_curve(scheme, _DISTANCES, draws=1, num_heads=HEADS, head_dim=head_dim, **options)
@@ -95,7 +95,7 @@ def _embedded(scheme: pj.Scheme, width: int) -> Curve:
 
 
 def _draw_weights(axes, curves: Mapping[str, Curve]) -> None:
-    """Weights against distance, both axes logarithmic, with uniform attention to compare."""
+    """Weights against distance, both axes logarithmic, with uniform attention for comparison."""
     axes.axhline(1 / REACH, color="0.5", linestyle=":", linewidth=1, label="uniform")
     for color, (label, curve) in reversed(list(zip(("C0", "0.65", "C1", "C2"), curves.items(), strict=False))):
         if not np.allclose(curve.weights, curve.weights[:1], rtol=0.05):
@@ -127,7 +127,7 @@ def _draw_rule(axes, method: Method) -> None:
 
 
 def _draw_positions(axes, method: Method) -> None:
-    """What a rule draws for a few rows as long as those of training."""
+    """The positions that a rule draws for a few rows of the training length."""
     length = method.options.get("original_length", TRAINED)
     for row in range(4):
         drawn = method.scheme.training_positions.draw(jax.random.key(row), 1, length)
@@ -153,7 +153,7 @@ def _svg(columns: int, draw) -> str:
 
 
 def as_svg(made: Figure) -> str:
-    """A figure as text, the same for the same figure."""
+    """The SVG text of a figure; equal figures give equal text."""
     with matplotlib.rc_context(_STYLE):
         out = io.StringIO()
         made.savefig(out, format="svg", metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""Formulas as docstrings write them, such as ``theta_t = base^(-2t/w)``, in LaTeX; and which code is a formula."""
+"""Converts formulas of docstrings, such as ``theta_t = base^(-2t/w)``, to LaTeX; decides which code is a formula."""
 
 import html
 import re
@@ -31,12 +31,12 @@ _CLOSE = {"(": ")", "{": "}", "|": "|"}
 def latex(text: str, flat: bool = False) -> str:
     """A formula in LaTeX.
 
-    ``^`` and ``_`` take a number, a name or what stands in brackets; a product of neighbours binds more than ``/``.
-    Fractions stay on one line if `flat`. Raises ValueError for what is no formula.
+    ``^`` and ``_`` take a number, a name or an expression in brackets; a product of neighbours binds more tightly than
+    ``/``. If `flat`, fractions stay on one line. Raises ValueError for text that is not a formula.
     """
-    found = _Reader(text)
-    made = found.line("", flat)
-    if found.tokens:
+    reader = _Reader(text)
+    made = reader.line("", flat)
+    if reader.tokens:
         raise ValueError(f"no formula: {text!r}")
     return made
 
@@ -60,7 +60,7 @@ def is_formula(text: str) -> bool:
 
 
 def is_display(block: str) -> bool:
-    """Whether every line of a block is a formula, or several with wide gaps between them."""
+    """Whether every line of a block is a formula, or several formulas with wide gaps between them."""
     return all(is_formula(part) for line in block.strip().splitlines() for part in re.split(_GAP, line.strip()))
 
 
@@ -69,7 +69,7 @@ def typeset(page: str, to_mathml: Callable[[str, bool], str]) -> str:
 
     Args:
         page: the HTML.
-        to_mathml: from LaTeX, and whether it has a line of its own.
+        to_mathml: converts LaTeX to MathML; its second argument says whether the formula has its own line.
     """
     page = re.sub(
         r'<div class="formula">(.*?)</div>',
@@ -107,7 +107,7 @@ class _Reader:
             end = match.end()
 
     def line(self, stop: str, flat: bool = False) -> str:
-        """Sums and what relates them, up to a bracket."""
+        """Sums and the relations between them, up to the bracket `stop`."""
         made = []
         while self.tokens and self.tokens[0] != stop:
             token = self.tokens[0]
@@ -123,7 +123,7 @@ class _Reader:
         return _SYMBOLS.get(token, token + r"\;" * (token in ",;"))
 
     def _quotient(self, stop: str, flat: bool) -> str:
-        """A product, over another factor after ``/``."""
+        """A product, divided by the factor after each ``/``."""
         made = self._product(stop, flat)
         while self.tokens and self.tokens[0] == "/":
             self.tokens.pop(0)
@@ -143,7 +143,7 @@ class _Reader:
         return "".join(made)
 
     def _factor(self, flat: bool, bare: bool = False) -> str:
-        """A number, a name, a call or brackets, with what stands above and below it."""
+        """A number, a name, a call or brackets, with its superscripts and subscripts."""
         made = self._atom(flat, bare)
         while self.tokens and self.tokens[0] in ("^", "_", "'"):
             sign = self.tokens.pop(0)
@@ -151,7 +151,7 @@ class _Reader:
         return made
 
     def _script(self) -> str:
-        """What stands above or below: brackets are left out, and fractions stay on one line."""
+        """A superscript or subscript: its brackets are left out, and fractions stay on one line."""
         sign = self.tokens.pop(0) if self.tokens and self.tokens[0] == "-" else ""
         if self.tokens and self.tokens[0] in "({":
             close = _CLOSE[self.tokens.pop(0)]
@@ -184,7 +184,7 @@ class _Reader:
 
 
 def _bracketed(token: str, inner: str) -> str:
-    """In brackets, which grow with fractions."""
+    """An expression in brackets, which grow with fractions."""
     left, right = {"(": ("(", ")"), "{": (r"\{", r"\}"), "|": ("|", "|")}[token]
     return rf"\left{left}{inner}\right{right}" if r"\frac" in inner else f"{left}{inner}{right}"
 

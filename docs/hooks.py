@@ -1,4 +1,4 @@
-"""The hook that MkDocs calls: pages of the methods and of the modules, from their docstrings, and the menu."""
+"""The hooks that MkDocs calls: they make the pages of methods and modules, from their docstrings, and the menu."""
 
 import functools
 import importlib
@@ -25,13 +25,13 @@ MODULES = tuple(found.name for found in pkgutil.iter_modules(pj.__path__) if not
 
 
 def on_config(config):
-    """MkDocs: the menu."""
+    """Hook of MkDocs: sets the menu."""
     config.nav = navigation()
     return config
 
 
 def on_files(files, config):
-    """MkDocs: the generated pages and figures."""
+    """Hook of MkDocs: adds the generated pages and figures."""
     from mkdocs.structure.files import File
 
     for path, content in generated():
@@ -40,7 +40,7 @@ def on_files(files, config):
 
 
 def on_page_content(html, page, config, files):
-    """MkDocs: the formulas of a page."""
+    """Hook of MkDocs: typesets the formulas of a page."""
     from latex2mathml.converter import convert
 
     return typeset(html, lambda text, display: convert(text, display="block" if display else "inline"))
@@ -49,7 +49,7 @@ def on_page_content(html, page, config, files):
 @functools.cache
 def generated() -> list[tuple[str, str]]:
     """Every generated file: its path and its content."""
-    # The figures compile once each and run once each: compiling fast is what counts.
+    # Each figure is compiled once and run once, so only the time of compilation matters.
     jax.config.update("jax_disable_most_optimizations", True)
     draw_ahead(methods())
     found = [("methods/index.md", overview()), ("studies.md", studies())]
@@ -62,7 +62,7 @@ def generated() -> list[tuple[str, str]]:
 
 
 def navigation() -> list[Any]:
-    """The menu: ways in, the methods by what they are about, and what is looked up."""
+    """The menu: guides, the methods by the slot they are about, results, and the reference of the modules."""
     groups = [{title: [{m.name: f"{m.path}.md"} for m in members(slot)]} for slot, title in GROUPS.items()]
     modules = [{f"posjax.{name}": f"api/{name}.md"} for name in MODULES]
     return [
@@ -77,7 +77,7 @@ def navigation() -> list[Any]:
 
 
 def studies() -> str:
-    """RESULTS.md of the checkout as a page: its links are taken from this folder."""
+    """RESULTS.md of the checkout as a page, with links relative to this folder."""
     text = (Path(__file__).parent.parent / "RESULTS.md").read_text(encoding="utf-8")
     return text.replace("](docs/", "](").replace("# Results\n", "# Studies\n", 1)
 
@@ -95,15 +95,15 @@ def api(name: str) -> str:
 
 def entry(thing: Any, level: int) -> str:
     """One function or class with its public methods."""
-    said = parse(thing)
-    found = "\n".join(f"* `{name}`: {text}" for name, text in said.options.items())
+    described = parse(thing)
+    options = "\n".join(f"* `{name}`: {text}" for name, text in described.options.items())
     members = vars(thing).items() if inspect.isclass(thing) else ()
     inner = [entry(m, level + 1) for n, m in members if inspect.isfunction(m) and n[0] != "_" and m.__doc__]
     try:
-        called = f"```text\n{signature(thing)}\n```"
+        call = f"```text\n{signature(thing)}\n```"
     except ValueError:
-        called = ""
-    return "\n\n".join([f"{'#' * level} {thing.__name__}", called, said.body, found, *inner])
+        call = ""
+    return "\n\n".join([f"{'#' * level} {thing.__name__}", call, described.body, options, *inner])
 
 
 def signature(thing: Any) -> str:

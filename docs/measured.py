@@ -18,9 +18,10 @@ CONTROL = "rope"
 
 
 def rows(method: Method) -> list[tuple[str, ...]]:
-    """Of every entry of the comparison that shows the method, and of plain RoPE: a row of the table on its page.
+    """The table on a method's page: a row for every entry of the comparison that shows it, and one for plain RoPE.
 
-    Label, what it trains, the best rates of its trials, perplexities. Empty for a method that was not measured.
+    A row has the label, what the entry trains, the best rates of its trials, and perplexities. The table is empty for a
+    method that was not measured.
     """
     labels = {_label(entry): entry for entry in map(_as_mapping, _ENTRIES) if method in _shown(entry)}
     found = [label for label in labels if label in perplexities()]
@@ -41,7 +42,7 @@ def ends(method: Method) -> str:
 
 @functools.cache
 def perplexities() -> dict[str, list[float]]:
-    """By label: the mean over the seeds at each of `LENGTHS`."""
+    """The mean perplexity over the seeds at each of `LENGTHS`, by label."""
     losses = defaultdict(list)
     for row in _results():
         if not row.get("trial"):
@@ -52,7 +53,7 @@ def perplexities() -> dict[str, list[float]]:
 
 @functools.cache
 def rates() -> dict[str, str]:
-    """By label: the learning rate of the best trial at the training length, and its factor where several were tried."""
+    """The learning rate of the best trial at the training length, by label; with its factor if several were tried."""
     trials = defaultdict(list)
     for row in _results():
         if row.get("trial") and row["length"] == LENGTHS[0]:
@@ -80,10 +81,10 @@ def _label(entry: Mapping[str, Any]) -> str:
 
 
 def _shown(entry: Mapping[str, Any]) -> list[Method]:
-    """The pages that an entry belongs to: what it extends by, else its preset."""
-    put_on = {slot: spec for slot, spec in entry.get("extend", {}).items() if isinstance(spec, Mapping)}
-    if put_on:
-        return [page_of(slot, spec["name"]) for slot, spec in put_on.items()]
+    """The pages that an entry belongs to: those of the methods it is extended by, else that of its preset."""
+    extensions = {slot: spec for slot, spec in entry.get("extend", {}).items() if isinstance(spec, Mapping)}
+    if extensions:
+        return [page_of(slot, spec["name"]) for slot, spec in extensions.items()]
     return [Method(f"methods/{entry['name']}", entry["name"])] if "extend" not in entry else []
 
 

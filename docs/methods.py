@@ -1,4 +1,4 @@
-"""What the library says of its own methods: which there are, what they touch, cache and compose with."""
+"""Facts about the methods, taken from the library: which exist, the slots they fill, their caches, what composes."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from posjax.scheme.presets import PRESETS
 from posjax.scheme.registry import SLOTS
 
 TRAINED, EXTENSION = 32, 4
-"""The examples of the pages are of a model trained on so many tokens, and used on so many times more."""
+"""In the examples of the pages a model is trained on `TRAINED` tokens and used on `EXTENSION` times as many."""
 REACH = TRAINED * EXTENSION
 
 _RULES = SLOTS["frequencies"]
@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pose": {"max_length": REACH},
     "performer": {"num_features": 128},
 }
-"""Options of the examples by preset or spec, where it needs some or a small model is better off with others."""
+"""The options of a preset or spec in the examples, if it needs some or its defaults do not suit a small model."""
 _FACTOR, _LENGTH = {"factor": float(EXTENSION)}, {"original_length": TRAINED}
 RULE_OPTIONS: dict[str, dict[str, Any]] = {
     "hope": _LENGTH,
@@ -86,9 +86,9 @@ _ADDED = {
     *("ntk", "ntk-old", "ntk-fixed", "ntk-mixed", "dynamic-linear", "dynamic-ntk", "dynamic-yarn"),
     *("rerope", "leaky-rerope", "self-extend", "lm-infinite", "streaming", "dual-chunk", "lambda", "clipped-log-n"),
 }
-"""Methods that work on a trained model as it is."""
+"""Methods that work on a trained model without further training."""
 _TUNED = {"linear", "ntk-by-parts", "yarn", "longrope", "llama3", "clex", "pose", "drope"}
-"""Methods for which a trained model is trained further."""
+"""Methods for which a trained model must be fine-tuned."""
 LEADS = {
     "nope": "No slot is filled: only the causal mask tells a decoder where its tokens stand (Kazemnejad et al., "
     "2305.19466).",
@@ -100,7 +100,7 @@ LEADS = {
     "positions, so shifting all positions changes it (Zhu et al., arXiv 2309.08646, released code).",
     "coca-relative": "The score of CoCA's released code (slack) without the part that depends on absolute positions.",
 }
-"""First paragraphs of pages whose specs have none of their own."""
+"""The first paragraphs of pages for which no docstring has one."""
 SOURCES = {
     "methods/chunked": "Llama 4",
     "methods/learned-sinks": "gpt-oss",
@@ -134,9 +134,9 @@ class Method:
     """A page: a preset, a frequency rule, or a spec that is in no preset.
 
     Args:
-        path: of the page, without its ending.
-        name: by which the library knows it.
-        slot: of a rule or spec, None for a preset.
+        path: the path of the page, without its ending.
+        name: the name in the library.
+        slot: the slot of a rule or spec; None for a preset.
     """
 
     path: str
@@ -145,41 +145,41 @@ class Method:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of ``pj.scheme``: those of a preset, or the slot."""
+        """The options for ``pj.scheme``: those of the preset, or the slot with the rule or spec."""
         if self.slot is None:
             return (RECIPE_OPTIONS if self.name in RECIPE_OPTIONS else OPTIONS).get(self.name, {})
         return {self.slot: {"name": self.name} | spec_options(self.slot, self.name)}
 
     @property
     def preset(self) -> str:
-        """The preset of the example."""
+        """The preset that the example starts from."""
         return self.name if self.slot is None else "rope"
 
     @functools.cached_property
     def scheme(self) -> pj.Scheme | pj.Layers:
-        """The example."""
+        """The scheme of the example."""
         return pj.scheme(self.preset, **self.options)
 
     @property
     def head_dim(self) -> int:
-        """The size of a head of the figure; what a method fixes by its options is small, to be printed."""
+        """The head size in the figure; small if the method's options fix it, so that they are short enough to print."""
         return 4 if self.name == "general" else 64
 
     @property
     def make(self):
-        """What takes the method's own options."""
+        """The function or class that takes the options of the method."""
         return PRESETS[self.name][0] if self.slot is None else SLOTS[self.slot][self.name]
 
 
 def spec_options(slot: str, name: str) -> dict[str, Any]:
-    """Options of the example of a spec: those of its name that it knows."""
+    """The options of a spec in the examples: those listed under its name that it accepts."""
     known = docstrings.parameters(SLOTS[slot][name])
     found = (RULE_OPTIONS if slot == "frequencies" else OPTIONS).get(name, {})
     return {option: value for option, value in found.items() if option in known}
 
 
 def parts(scheme: pj.Scheme | pj.Layers) -> Iterator[tuple[str, Any]]:
-    """The specs of a scheme with their slots, those that others are made of too; none of layers that differ."""
+    """The specs of a scheme with their slots, also specs inside other specs; none for layers that differ."""
     if isinstance(scheme, pj.Layers):
         return
     for slot, spec in touched(scheme).items():
@@ -188,13 +188,13 @@ def parts(scheme: pj.Scheme | pj.Layers) -> Iterator[tuple[str, Any]]:
 
 
 def touched(scheme: pj.Scheme) -> dict[str, Any]:
-    """The slots that are filled."""
+    """The filled slots of a scheme, with their specs."""
     return {f.name: getattr(scheme, f.name) for f in fields(scheme) if getattr(scheme, f.name) is not None}
 
 
 @functools.cache
 def homes() -> dict[type, str]:
-    """The preset that each spec belongs to: the first that has it."""
+    """The preset that each type of spec belongs to: the first preset that has it."""
     found = {}
     for name in PRESETS:
         for _, spec in parts(Method(f"methods/{name}", name).scheme):
@@ -203,7 +203,7 @@ def homes() -> dict[type, str]:
 
 
 def own(method: Method) -> list[tuple[str, type]]:
-    """The specs that a page is about, with their slots: those at home there, or else all but plain RoPE."""
+    """The specs that a page is about, with their slots: those that belong to it (`homes`), else all but plain RoPE."""
     if method.slot is not None:
         return [(method.slot, method.make)]
     found = [(slot, type(spec)) for slot, spec in parts(method.scheme)]
@@ -213,7 +213,7 @@ def own(method: Method) -> list[tuple[str, type]]:
 
 
 def subject(method: Method) -> str:
-    """The slot that a method is about; ``"recipe"`` for one that differs from layer to layer, features for none."""
+    """The slot that a method is about; ``"recipe"`` if its layers differ, ``"features"`` if it fills no slot."""
     if isinstance(method.scheme, pj.Layers):
         return "recipe"
     found = [slot for slot, _ in own(method)]
@@ -221,14 +221,14 @@ def subject(method: Method) -> str:
 
 
 def documents(method: Method) -> list[Any]:
-    """What defines a method and has a docstring: functions, specs, and modules that are about one spec alone."""
+    """The functions, specs and modules whose docstrings define a method; modules only if they have a single spec."""
     found = [method.make] if inspect.isfunction(method.make) and method.make.__name__ != "<lambda>" else []
     for kind in (kind for _, kind in own(method) if inspect.isclass(kind)):
         module = sys.modules[kind.__module__]
         alone = kind not in _ALSO and sum(other.__module__ == kind.__module__ for other in _kinds()) == 1
-        named = docstrings.parse(kind).summary
-        functions = [f for name, f in vars(module).items() if inspect.isfunction(f) and _names(named, name)]
-        described = [*functions, kind] if named.startswith("Spec of `") else [kind, *functions]
+        summary = docstrings.parse(kind).summary
+        functions = [f for name, f in vars(module).items() if inspect.isfunction(f) and _names(summary, name)]
+        described = [*functions, kind] if summary.startswith("Spec of `") else [kind, *functions]
         bases = [base for base in kind.__mro__[1:] if base in _kinds()]
         found += [*([module] if alone else []), *described, *_ALSO.get(kind, ()), *bases]
     return list(dict.fromkeys(found))
@@ -273,7 +273,7 @@ def _beside_rotary(method: Method) -> list[type]:
 @functools.cache
 def page_of(slot: str, name: str) -> Method:
     """The page on which a name of ``SLOTS`` is described."""
-    # A map of features holds a frequency rule, so a preset is about the rule in its slot of features.
+    # The frequency rule of a preset is inside the spec of its slot `features`, so it is listed under that slot.
     wanted = ("features" if slot == "frequencies" else slot, SLOTS[slot][name])
     exact = (m for m in methods() if (m.slot, m.name) == (slot, name))
     return next(exact, None) or next(m for m in methods() if m.slot is None and wanted in own(m))
@@ -308,7 +308,7 @@ def needs_training(method: Method) -> str:
 
 
 def cost(method: Method) -> str:
-    """What computes a method on a TPU."""
+    """How a method is computed on a TPU: by the kernel, blockwise, or linearly in the length."""
     found = [_computed(scheme, method.head_dim) for scheme in dict.fromkeys(_each(method.scheme))]
     return ", ".join(dict.fromkeys(found))
 
@@ -318,7 +318,7 @@ def _each(scheme: pj.Scheme | pj.Layers) -> tuple[pj.Scheme, ...]:
 
 
 def _computed(scheme: pj.Scheme, size: int) -> str:
-    """Traces a call of the TPU kernel, which refuses what it cannot compute."""
+    """`cost` of one scheme, by tracing a call of the TPU kernel, which refuses schemes that it cannot compute."""
     if scheme.linear is not None:
         return "linear in the length"
     q, k, v = (
@@ -329,8 +329,8 @@ def _computed(scheme: pj.Scheme, size: int) -> str:
     def call(q, k, v, x):
         key = jax.random.key(0)
         params = scheme.init(key, 4, size, model_dim=4 * size) | scheme.init_shared(key, 4, size)
-        given = {"gates": (scheme.prepare(params, x),) * 2} if scheme.reads_tokens else {}
-        return scheme.attend(q, k, v, params=params, mask=pj.masks.Causal(), implementation="tpu", **given)
+        gates = {"gates": (scheme.prepare(params, x),) * 2} if scheme.reads_tokens else {}
+        return scheme.attend(q, k, v, params=params, mask=pj.masks.Causal(), implementation="tpu", **gates)
 
     try:
         jax.eval_shape(call, q, k, v, x)

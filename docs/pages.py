@@ -96,7 +96,7 @@ def members(slot: str) -> list[Method]:
 
 
 def lead(method: Method) -> str:
-    """The first paragraph of what defines a method."""
+    """The first paragraph of the page of a method."""
     if method.name in LEADS:
         return inline(LEADS[method.name])
     return parse(documents(method)[0]).summary
@@ -137,7 +137,7 @@ def filled(scheme: pj.Scheme | pj.Layers) -> str:
 
 
 def _slot(slot: str, spec: Any) -> str:
-    """The name of a slot, with a link to the page of what fills it."""
+    """The name of a slot, with a link to the page of the spec that fills it."""
     names = [name for name, kind in SLOTS[slot].items() if kind is type(spec)]
     return link(page_of(slot, names[0]), slot) if names else slot
 
@@ -148,7 +148,7 @@ def slots(scheme: pj.Scheme | pj.Layers) -> str:
 
 
 def kinds(scheme: pj.Scheme | pj.Layers) -> str:
-    """What decoding keeps, in a word."""
+    """What decoding caches, in keywords."""
     return ", ".join(dict.fromkeys(one.caches + ", ring" * (one.kept_keys is not None) for one in _schemes(scheme)))
 
 
@@ -157,7 +157,7 @@ def _schemes(scheme: pj.Scheme | pj.Layers) -> tuple[pj.Scheme, ...]:
 
 
 def cache(scheme: pj.Scheme | pj.Layers) -> str:
-    """What decoding keeps."""
+    """What decoding caches, in full."""
     if isinstance(scheme, pj.Layers):
         return "; ".join(dict.fromkeys(map(cache, scheme.schemes)))
     kept = [_CACHES[scheme.caches]]
@@ -168,7 +168,7 @@ def cache(scheme: pj.Scheme | pj.Layers) -> str:
 
 
 def direction(scheme: pj.Scheme | pj.Layers) -> str:
-    """Whether it fits bidirectional attention, in the library's own words."""
+    """Whether a scheme fits bidirectional attention; if not, the error of the library."""
     try:
         for one in _schemes(scheme):
             one.check_direction(causal=False)
@@ -178,12 +178,12 @@ def direction(scheme: pj.Scheme | pj.Layers) -> str:
 
 
 def layers(scheme: pj.Layers) -> str:
-    """What every layer of a recipe touches."""
+    """The table of the slots that every layer of a recipe fills."""
     return table([(numbers, filled(one)) for one, numbers in numbered(scheme).items()], "layers", "touches")
 
 
 def definitions(method: Method) -> str:
-    """The docstrings, each under the name of what it belongs to, without the lead of the page."""
+    """The docstrings that define a method, each under the name of its object, without the lead of the page."""
     made = []
     for thing in documents(method):
         name = thing.__name__ if inspect.ismodule(thing) else f"{thing.__module__}.{thing.__qualname__}"
@@ -194,21 +194,21 @@ def definitions(method: Method) -> str:
 
 
 def options(method: Method) -> str:
-    """The options with their defaults and what the docstrings say of them."""
-    said = {}
+    """The table of options with their defaults and their descriptions from docstrings."""
+    descriptions = {}
     make = getattr(method.make, "func", method.make)  # a partial has no docstring of its own
     for thing in (make, *documents(method)):
         for one in reversed(inspect.getmro(thing)) if inspect.isclass(thing) else (thing,):
-            said |= parse(one).options
+            descriptions |= parse(one).options
     rows = [
-        (f"`{name}`", "needed" if one.default is one.empty else f"`{show(one.default)}`", said.get(name, ""))
+        (f"`{name}`", "needed" if one.default is one.empty else f"`{show(one.default)}`", descriptions.get(name, ""))
         for name, one in parameters(method.make).items()
     ]
     return table(rows, "option", "default", "what it is") if rows else "None."
 
 
 def measurements(method: Method) -> str:
-    """What small decoders showed, beside plain RoPE; nothing for what was not measured."""
+    """The measurements with small decoders, beside plain RoPE; empty for a method that was not measured."""
     found = measured.rows(method)
     if not found:
         return ""
@@ -237,12 +237,12 @@ def composition(method: Method) -> str:
 
 def usage(method: Method) -> str:
     """The example in Python and in a config."""
-    given = "".join(f", {name}={value!r}" for name, value in method.options.items())
+    arguments = "".join(f", {name}={value!r}" for name, value in method.options.items())
     entry = {"scheme": {"name": method.preset} | plain(method.options)}
     config = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=10_000)[1:-2]
     return (
         f"As in the figure, for a model that was trained on {TRAINED} tokens and is used on {REACH}:\n\n"
-        f"```python\nimport posjax as pj\n\nscheme = pj.scheme({method.preset!r}{given})\n```\n\n"
+        f"```python\nimport posjax as pj\n\nscheme = pj.scheme({method.preset!r}{arguments})\n```\n\n"
         f"In a config of the trainer:\n\n```yaml\n{config}\n```"
     )
 
@@ -263,11 +263,11 @@ def link(method: Method, name: str = "") -> str:
 
 
 def show(spec: Any) -> str:
-    """A spec with those of its fields that differ from their defaults."""
+    """A spec as code, with only the fields that differ from their defaults."""
     if not dataclasses.is_dataclass(spec):
         return " ".join(repr(spec).split())
-    given = [(field, getattr(spec, field.name)) for field in dataclasses.fields(spec)]
-    shown = [f"{field.name}={show(value)}" for field, value in given if repr(value) != repr(field.default)]
+    values = [(field, getattr(spec, field.name)) for field in dataclasses.fields(spec)]
+    shown = [f"{field.name}={show(value)}" for field, value in values if repr(value) != repr(field.default)]
     return f"{type(spec).__name__}({', '.join(shown)})"
 
 
@@ -278,7 +278,7 @@ def short(reason: str) -> str:
 
 
 def alike_in(reason: str, name: str) -> str:
-    """What a reason has in common with those given for other specs: no name, no arguments and no shapes."""
+    """A reason without names, arguments and shapes, so that it is equal for specs that are refused for one reason."""
     return re.sub(r"\{.*?\}", "", short(reason).replace(name, "").replace("(...)", ""))
 
 

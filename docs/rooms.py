@@ -12,7 +12,7 @@ Graph = Mapping[str, frozenset[str]]
 
 
 def imports(package: str) -> Graph:
-    """By room of a package: the rooms of it that it imports. Private modules and the root are left out."""
+    """The rooms that each room of a package imports, by room. Private modules and the root are left out."""
     files = sorted((ROOT / package).rglob("*.py"))
     found: dict[str, set[str]] = {}
     for file in files:
@@ -57,7 +57,7 @@ def floors(graph: Graph) -> list[list[str]]:
 
 
 def steps(graph: Graph) -> list[tuple[str, str]]:
-    """The imports that no chain of other imports stands for."""
+    """The imports that do not follow from a chain of other imports."""
     reach: dict[str, frozenset[str]] = {}
     for level in floors(graph):
         for room in level:
@@ -71,7 +71,7 @@ def steps(graph: Graph) -> list[tuple[str, str]]:
 
 
 def draw(package: str) -> str:
-    """The map as SVG: floors from below, an arrow for each import of `steps`."""
+    """The map as SVG: the lowest floor at the bottom, and an arrow for each import of `steps`."""
     graph = imports(package)
     levels = floors(graph)
     made = Figure(figsize=(7.5, 0.75 * len(levels)))
@@ -90,7 +90,7 @@ def draw(package: str) -> str:
 
 
 def _places(levels: list[list[str]]) -> dict[str, tuple[float, float]]:
-    """Where each room is drawn: its floor in height, side by side around the middle."""
+    """The position of each room in the drawing: its floor is the height; rooms of a floor are side by side, centred."""
     widest = max(map(len, levels))
     return {
         room: (0.5 + (n - (len(level) - 1) / 2) / widest, height)

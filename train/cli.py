@@ -38,7 +38,7 @@ def fit(path: str, overrides: Sequence[str]) -> int:
 
 
 def _tell(config: Any, result: Any) -> None:
-    """The result of a training, in one line."""
+    """Prints the result of a training in one line."""
     from train.monitor.goodput import share
 
     if not result.finished:
@@ -78,12 +78,12 @@ def evaluate(path: str, overrides: Sequence[str]) -> None:
 
 
 def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
-    """The run or released model that an argument names: a local path, a URL, or that of a config file."""
+    """The location of the run or released model that an argument names: the argument itself, or a config's run."""
     url = "://" in path and not path.endswith((".yaml", ".yml"))
-    here = url or Path(path).is_dir() or path.endswith(".gguf")
-    if not here and not path.endswith((".yaml", ".yml")) and not Path(path).is_file():
+    is_location = url or Path(path).is_dir() or path.endswith(".gguf")
+    if not is_location and not path.endswith((".yaml", ".yml")) and not Path(path).is_file():
         raise FileNotFoundError(f"there is no run, released model or config at {path!r}")
-    return path if here else load(path, overrides).directory
+    return path if is_location else load(path, overrides).directory
 
 
 def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> None:
@@ -186,7 +186,7 @@ _CONFIGS = {
     "bench": f"{_YAML}, as configs/bench.yaml; it has the keys of BenchConfig in train/workshop/bench.py, and with "
     "--loop those of a config of fit",
 }
-"""Help on what CONFIG may be, for the commands that take more or other than `_YAML`."""
+"""The help on CONFIG of every command for which CONFIG is not just `_YAML`."""
 _ARGUMENTS = {
     "bench": {
         "--schedule": {"metavar": "CHIPS", "help": "compile TPU kernels for these chips instead, as in v5e,v6e"},
@@ -263,14 +263,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `verify` returns 1 for a run with a damaged checkpoint.
 
-    An error is printed as one line on standard error, ``error: ...``. If one run of a comparison must be named, the
-    list of its runs follows. ``--traceback`` shows where the error was raised.
+    An error is printed as one line on standard error, ``error: ...``. If a command needs one run and
+    gets the folder of a comparison, the list of the runs in it follows. ``--traceback`` shows where the error was
+    raised.
     """
     options = _parse(arguments)
     name, traceback = options.pop("command"), options.pop("traceback")
     command = COMMANDS[name]
     if not traceback:
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of what it raises
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # gcsfs logs the traceback of every error it raises
     try:
         return command(options.pop("config"), options.pop("overrides"), **options) or 0
     except Exception as error:
@@ -343,13 +344,13 @@ def _end_of_help(command: str) -> dict[str, Any]:
     """The help text on the keys of a config; `languages` and `bench` have keys of their own."""
     if command == "fit":
         return {"epilog": _about_config(), "formatter_class": argparse.RawDescriptionHelpFormatter}
-    own = command in ("languages", "bench")
-    return {} if own else {"epilog": "python -m train fit --help lists the sections of a config."}
+    has_own_keys = command in ("languages", "bench")
+    return {} if has_own_keys else {"epilog": "python -m train fit --help lists the sections of a config."}
 
 
 def _about_config() -> str:
     """The sections of a config, one line each, and where to find all keys."""
     sections = [f"  {name:10}{about}" for name, about in about_sections().items()]
     beside = f"beside them: {', '.join(keys_beside_sections())}"
-    where = "every key and its default: train/config/settings/, or the config.yaml of any run"
-    return "\n".join(["sections of a config:", *sections, beside, where, "how they go together: docs/training.md"])
+    all_keys = "every key and its default: train/config/settings/, or the config.yaml of any run"
+    return "\n".join(["sections of a config:", *sections, beside, all_keys, "how they go together: docs/training.md"])

@@ -3,7 +3,7 @@
 TensorStore checks the index of a checkpoint when it reads it, but not the values: a bit that flips in a file of values
 on a disk is read as another weight. Reading every file after a save, to compute its checksum, would cost as much as the
 save. So the values have a digest of their own. The devices compute it from what they hold, before a save and after a
-restore, whatever storage was between.
+restore, with any storage in between.
 
 The digest of an array is the sum, modulo 2^32, of a mixed word for each of its elements: of the element's bits and its
 position. A sum does not depend on its order, so the digest is the same on every mesh, and the digest of an array is the
@@ -39,7 +39,7 @@ _UNREAD = (
 
 
 def names(items: Mapping[str, Any]) -> list[str]:
-    """The name of every array of a checkpoint's items, as ``parameters/stacks.0.0.mlp.up``; Orbax's own, by item."""
+    """The name of every array of a checkpoint's items, as ``parameters/stacks.0.0.mlp.up``: item and Orbax's name."""
     return [
         f"{item}/{keystr(path, simple=True, separator='.')}"
         for item in sorted(items)
@@ -55,7 +55,7 @@ def digests(items: Mapping[str, Any]) -> UInt32[Array, "arrays"]:
 
 
 def by_name(arrays: Sequence[str], found: UInt32[Array, "arrays"]) -> dict[str, int]:
-    """What `digests` gave, by the names of the arrays, once the devices have computed it."""
+    """The result of `digests` by the names of the arrays; waits until the devices have computed it."""
     return dict(zip(arrays, np.asarray(found).tolist(), strict=True))
 
 
@@ -71,8 +71,8 @@ def _digest(words: Any, start: tuple[int, ...], xp: ModuleType) -> Any:
     words = words.reshape(words.shape or (1,))
     start = start + (0,) * (words.ndim - len(start))
     for axis, (first, size) in enumerate(zip(start, words.shape, strict=True)):
-        where = xp.arange(size, dtype=np.uint32) + np.uint32(first)
-        weighted = where * np.uint32(pow(_AXIS, axis + 1, 2**32))
+        indices = xp.arange(size, dtype=np.uint32) + np.uint32(first)
+        weighted = indices * np.uint32(pow(_AXIS, axis + 1, 2**32))
         words = words ^ weighted.reshape([size if each == axis else 1 for each in range(words.ndim)])
         words = words * np.uint32(_MIX[0])
     words = words ^ (words >> np.uint32(13))
@@ -81,8 +81,8 @@ def _digest(words: Any, start: tuple[int, ...], xp: ModuleType) -> Any:
 
 
 def read_digests(folder: Path, item: str, process: int = 0, processes: int = 1) -> dict[str, int]:
-    """This process's part of the digests of an item's arrays, from its files; summed over all processes they are the
-    digests.
+    """This process's part of the digests of an item's arrays, from its files; the sum over all processes is the
+    digest of each array.
 
     An array is read block by block, as its devices wrote it, so it need not fit into memory. Raises ValueError for
     files that TensorStore finds damaged, and OSError for those that it cannot read.

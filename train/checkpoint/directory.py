@@ -29,7 +29,7 @@ RUN_FILES = frozenset(
 
 
 def check_run(config: Config, directory: Path) -> None:
-    """Raises ValueError for a directory that holds another config's run, naming what differs, or other things."""
+    """Raises ValueError for a directory that holds a run of another config, naming the differences, or other files."""
     decide(lambda: _check_run(config, directory))
 
 
@@ -74,7 +74,7 @@ def read_config(directory: Path) -> Config:
     """The config a run directory was made with."""
     path = directory / "config.yaml"
     with reaching(directory):
-        found = path.exists()  # is_file answers no at gs:// where it may not look
+        found = path.exists()  # is_file answers no at gs:// if access is denied
     if not found:
         raise FileNotFoundError(f"{directory} is no run directory: it has no config.yaml")
     return parse_text(path.read_text(encoding="utf-8"), str(path))

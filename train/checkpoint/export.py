@@ -41,8 +41,8 @@ def export(
     Args:
         location: the run or the released model.
         folder: to be written, local or at a URL.
-        overrides: of the config.
-        dtype: of the tensors. The default is that of a released model's files, and float32 for a run.
+        overrides: changes of the config.
+        dtype: the dtype of the tensors. The default is that of a released model's files, and float32 for a run.
         log: is called with each line of the report.
 
     Raises FileNotFoundError without a trained run, and ValueError for a model that the layout cannot express.
@@ -61,7 +61,7 @@ def export(
         _replace_tokenizer(config, folder, like)
         try:
             _write_special_tokens(load_tokenizer(config.data), folder)
-        except (FileNotFoundError, ValueError) as error:  # the model has been written, and is of use without one
+        except (FileNotFoundError, ValueError) as error:  # the written model is usable without a tokenizer
             log(f"no tokenizer was written, and special tokens are as they were: {in_a_line(error)}")
     if config.data.tokenizer == "bytes":
         log("no tokenizer was written: the model's tokens are bytes; read it with data.tokenizer=bytes")
@@ -82,7 +82,7 @@ def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
 
 
 def _tokenizers_of(location: str | Path, config: Config) -> tuple[str, ...]:
-    """The folder of the tokenizer that is copied with the released model's other files."""
+    """The paths of the tokenizer that is copied with the released model's other files: in the model, and in the run."""
     if not config.init.path:
         return ()
     return own_tokenizer(config.init.path), str(path(location) / KEPT / "tokenizer.json")
@@ -109,7 +109,7 @@ def _original(location: str | Path, config: Config) -> str | None:
 
 
 def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
-    """Replaces the released model's tokenizer by the run's own; writes none if that is no tokenizer.json."""
+    """Replaces the released model's tokenizer by the run's own; writes none if the own one is not a tokenizer.json."""
     target, root = open_location(folder)
     for name in files_beside(like) if like else ():
         target.rm_file(f"{root}/{name}")

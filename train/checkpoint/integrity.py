@@ -58,7 +58,7 @@ def seal(folder: Path, process: int, processes: int, arrays: Mapping[str, int]) 
 
 
 def _holds_values(name: str) -> bool:
-    """Whether it is one of TensorStore's files of values, which hold nearly all bytes of a checkpoint."""
+    """Whether a file is one of TensorStore's files of values, which hold nearly all bytes of a checkpoint."""
     return PurePosixPath(name).parent.name == "d"
 
 

@@ -27,7 +27,7 @@ def keep_files(config: Config, directory: Path) -> None:
 
 
 def with_moved_tokenizer(saved: Config, found: Config) -> Config:
-    """``found``; if the run used the model's own tokenizer, with the one in the folder that ``init`` names now."""
+    """``found``; if the run used the model's own tokenizer, with the tokenizer of the model that ``init`` names now."""
     own = bool(found.init.path) and saved.data.tokenizer == own_tokenizer(saved.init.path) == found.data.tokenizer
     return _with_tokenizer(found, own_tokenizer(found.init.path)) if own else found
 

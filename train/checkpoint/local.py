@@ -60,11 +60,11 @@ class LocalCheckpoints:
             raise ValueError(f"train.local_folder: {problem}; name a folder on a disk of each host")
         self._thread = ThreadPoolExecutor(1, "local checkpoints")
         self._writing: Future | None = None
-        self._last: int | None = None  # the step that is used or written
+        self._last: int | None = None  # the newest step that was restored or written
         self._common: int | None = None  # the newest that all processes are known to have
 
     def newest(self, states: Sequence[TrainState], lasting: Checkpoint | None) -> LocalCheckpoint | None:
-        """The newest that every process can use, if it is newer than the permanent one, `lasting`.
+        """The newest local checkpoint that every process can use, if it is newer than the permanent one, `lasting`.
 
         `states` are the shapes and shardings of the states of all stages.
         """
@@ -101,7 +101,7 @@ class LocalCheckpoints:
         self._writing = self._thread.submit(self._write, step, arrays)
 
     def forget(self) -> None:
-        """Removes all of them, when the run is finished."""
+        """Removes all local checkpoints, when the run is finished."""
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):  # not empty or already gone, because of other processes of the host
             self._root.rmdir()
@@ -126,7 +126,7 @@ class LocalCheckpoints:
             return json.loads(arrays[_RUN].tobytes())
 
     def _problem(self, step: int, states: Sequence[TrainState]) -> str:
-        """Why this process cannot use a checkpoint; reported unless it simply belongs to another run."""
+        """Why this process cannot use a checkpoint; reported unless the checkpoint belongs to another run or config."""
         try:
             run = self._run(step)
             if any(run[key] != self._said[key] for key in ("mark", "corpora")):

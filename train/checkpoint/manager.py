@@ -55,7 +55,7 @@ class Checkpoints:
     Opening finds the newest complete checkpoint. Newer ones that are incomplete, because the run was killed during a
     save or the disk lost data, are reported on standard error. What Orbax had not finished is removed; anything else is
     kept, as ``STEP.damaged``. So a damaged step can be saved again. Opening reads no array: changed values are found at
-    restore, and then the checkpoint before is used.
+    restore, and then the previous checkpoint is used.
 
     Saving is asynchronous. A checkpoint counts once its checksums are written; earlier ones are removed only after
     that. ``train.keep`` of them are kept, and the last one of each finished stage. The end of a `with` waits for the
@@ -90,8 +90,8 @@ class Checkpoints:
         return Checkpoint(self._newest, run["stage"], run["stream"])
 
     def resume(self, begin: Callable[[Checkpoint | None], Any]) -> Any:
-        """Returns ``begin(newest())``; if restoring finds a damaged checkpoint, calls `begin` again with the one
-        before.
+        """Returns ``begin(newest())``; if restoring finds a damaged checkpoint, calls `begin` again with the
+        previous one.
 
         Only reading the values of a checkpoint shows whether they are those that were saved.
         """
@@ -102,9 +102,9 @@ class Checkpoints:
                 continue  # it was already reported and set aside
 
     def restore(self, saved: Checkpoint, abstract: TrainState) -> TrainState:
-        """The saved state, laid out as `abstract` says, whatever mesh and number of processes it was saved from.
+        """The saved state, laid out as `abstract` says; the save may be from any mesh and number of processes.
 
-        Raises Damaged for values other than those saved, after setting the checkpoint aside; then `newest` is another.
+        Raises Damaged for values other than those saved, and sets the checkpoint aside; `newest` then gives another.
         """
         found = self._restore(saved.step, **_items(abstract))
         return dataclasses.replace(abstract, parameters=found["parameters"], **found["training"])
@@ -116,7 +116,7 @@ class Checkpoints:
     def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
         """Saves the state after `step` updates of the run with the data's position, unless that step is saved already.
 
-        Raises the error of the save before, if that one failed.
+        Raises the error of the previous save, if that failed.
         """
         if step in self._stages:
             return
@@ -125,7 +125,7 @@ class Checkpoints:
         items = _items(state)
         found = digests(items)  # before the next update reuses the state's memory
         arrays = {name: ocp.args.StandardSave(item) for name, item in items.items()}
-        # Orbax makes all processes wait for each other here, so what one sealed before, all have sealed.
+        # Orbax makes all processes wait for each other here, so all of them have sealed the previous checkpoint.
         self._manager.save(step, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **arrays), force=True)
         self._stages[step] = stage
         self._sealing = self._thread.submit(self._seal, step, names(items), found)
@@ -187,7 +187,7 @@ class Checkpoints:
         self._manager.close()
         self._thread.shutdown()
         if error is None:
-            gather("")  # all have sealed theirs
+            gather("")  # waits until all processes have sealed their parts
             self._thin()
 
 

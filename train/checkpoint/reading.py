@@ -36,7 +36,7 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
     if not reason:
         arrays = by_name(names(found), digests(found))
         problems = decide(lambda: integrity.differing(folder, arrays))
-    else:  # the files themselves, or the access to them
+    else:  # the files are damaged, or cannot be read
         problems = damages(folder)
     if problems:
         raise Damaged(problems[0])
@@ -46,7 +46,7 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
 
 
 def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a reading gives, or its error; errors of the devices, such as too little memory, are raised."""
+    """The result of `read`, or its error; errors of the devices, such as too little memory, are raised."""
     usual, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         return read(), None
@@ -56,13 +56,14 @@ def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
         traceback.clear_frames(error.__traceback__)
         return None, error
     finally:
-        gc.collect()  # of readings that Orbax abandons when one fails: Python would print a traceback each
+        # Orbax abandons the other readings when one fails; collected later, Python would print a traceback for each.
+        gc.collect()
         sys.unraisablehook = usual
 
 
 def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    own = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(own, {own}, f"process_{own}")
+    process = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(process, {process}, f"process_{process}")
     location = epath.Path(folder.absolute() if is_local(folder) else str(folder))
     items = {name: ocp.args.StandardRestore(item) for name, item in wanted.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:

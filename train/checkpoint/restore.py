@@ -76,13 +76,13 @@ def restore(
     Args:
         location: a run directory, or a released model.
         config: what `config_of` gave for it.
-        stage: by name; that of the newest checkpoint when empty.
+        stage: the name of the stage; if empty, the stage of the newest checkpoint.
         mesh: the parameters are split over it as they are read. Without it the first device holds all of them.
     """
     if not is_run(location):  # nothing is trained: `remat` has no effect, and parameters can keep their narrow dtype
-        how = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
+        options = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
         sharding = None if mesh is None else partial(named_sharding, mesh)
-        return config, from_pretrained(location, dtype=None, sharding=sharding, **how)
+        return config, from_pretrained(location, dtype=None, sharding=sharding, **options)
     directory = path(location)
     trained, model = restore_model(directory, stage, mesh)
     return config.stage(read_config(directory).every_stage.index(trained)), model
@@ -115,8 +115,8 @@ def _restored(folder: Path, config: Config, mesh: Mesh | None) -> nnx.Module:
     shapes = nnx.to_pure_dict(abstract)
     device = SingleDeviceSharding(jax.devices()[0])
     on_first = jax.tree.map(lambda _: device, shapes)
-    lies = on_first if mesh is None else tree_shardings(mesh, logical_axes(model), shapes)
-    wanted = jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, lies)
+    shardings = on_first if mesh is None else tree_shardings(mesh, logical_axes(model), shapes)
+    wanted = jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings)
     return nnx.merge(graph, read_whole(folder, parameters=wanted)["parameters"])
 
 
@@ -139,7 +139,7 @@ def results_of(location: str | Path, config: Config) -> Path:
     check(
         not is_run(directory), f"{directory} holds a run; choose another name for the results of {location}, by name="
     )
-    mark = directory / _OF
+    mark = directory / _MODEL_FILE
     known = mark.read_text(encoding="utf-8") if mark.is_file() else _whole(location)
     check(known == _whole(location), f"{directory} holds results of {known}; choose another name, by name=")
     directory.mkdir(parents=True, exist_ok=True)
@@ -147,5 +147,5 @@ def results_of(location: str | Path, config: Config) -> Path:
     return directory
 
 
-_OF = "model.txt"
-"""Writes into a directory which released model its results belong to."""
+_MODEL_FILE = "model.txt"
+"""The file in a directory of results that names the released model they belong to."""

@@ -70,7 +70,7 @@ def stages_of(folder: Path) -> dict[int, int]:
 
 
 def clean(folder: Path) -> list[int]:
-    """The steps to look at; what Orbax had not finished writing is reported and removed first."""
+    """The finished steps, after the checkpoints that Orbax had not finished writing were reported and removed."""
     for name in unfinished(folder):
         step = name.partition(_TEMPORARY)[0]
         tell(f"the checkpoint of step {step} in {folder} was not finished when the run ended; removing it")
@@ -79,7 +79,7 @@ def clean(folder: Path) -> list[int]:
 
 
 def set_aside(folder: Path, step: int, problem: str) -> None:
-    """Renames a damaged checkpoint to a name that is no step."""
+    """Renames a damaged checkpoint to a name that is not a step."""
     taken = names_in(folder)
     names = (f"{step}.damaged{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, len(taken) + 3))))
     name = next(name for name in names if name not in taken)

@@ -78,7 +78,7 @@ def compare(config: Config, console: Console | None = None) -> Path:
 
 
 class _Progress:
-    """The work done so far: trainings, the reasons of failures, and the trials before them."""
+    """The work done so far: trainings, the reasons of failures, and the trials that chose learning rates."""
 
     def __init__(self, settings: CompareConfig, console: Console):
         self._settings, self._console = settings, console
@@ -105,8 +105,8 @@ class _Progress:
             return list(group), in_a_line(error)
         label, names = group[0].scheme.label, learned_positions(group[0])
         for trial in trials:
-            which = {"label": label, **trial.choice._asdict(), "chosen": trial.choice == choice}
-            self.trials += [{**row, **which} for row in trial.rows]
+            columns = {"label": label, **trial.choice._asdict(), "chosen": trial.choice == choice}
+            self.trials += [{**row, **columns} for row in trial.rows]
         return [tuned(training, choice, names) for training in group], ""
 
     def _run_trials(self, configs: Sequence[Config]) -> list[list[report.Row]]:
@@ -193,7 +193,7 @@ def _member(config: Config, base: SchemeConfig, seed: int) -> Config:
 
 
 def _trained_as(config: Config, entry: SchemeConfig) -> Config:
-    """The config with what an entry changes of ``train``."""
+    """The config with the keys of ``train`` that an entry changes."""
     return replace(config, train=changed(config.train, entry.train, "train"))
 
 
@@ -310,7 +310,7 @@ def _passing_on(number: int, process: subprocess.Popen) -> Iterator[None]:
 
 
 def _cause(stderr: str) -> str:
-    """The line with the error: the training's own, else the last one."""
+    """The line with the error: the one that the training wrote as its error, else the last one."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     return (errors or lines or ["no message"])[-1]

@@ -69,8 +69,8 @@ def sweep(config: Config, settings: SweepConfig, run: Runner) -> tuple[Choice, l
 def neighbours(best: Choice, tried: Sequence[Choice]) -> list[Choice]:
     """The choices next to the best one in either dimension that were not tried.
 
-    They are at values tried before, or beyond the end of these by the ratio of the last two. A dimension with a single
-    value has none.
+    Their values were tried before, or are beyond the end of the tried values by the ratio of the last two. A dimension
+    with a single value has no neighbours.
     """
     found = []
     for field in Choice._fields:

@@ -27,7 +27,7 @@ class Config:
 
     `stages` makes a curriculum: a list of ``{name: ..., train: {...}, data: {...}, scheme: ..., extend: {...}}``.
     Omitted keys are inherited from the stage before, or from the config itself for the first stage. Each stage starts
-    from the weights of the one before, with a schedule of its own, and with a new optimizer unless
+    from the weights of the previous stage, with a schedule of its own, and with a new optimizer unless
     ``train.keep_moments``. `scheme` replaces the scheme; `extend` changes options of the current one, as in ``extend:
     {frequencies: {name: yarn, ...}}``; text that `data` names replaces the text before. A config without stages is a
     run of one stage.
@@ -133,17 +133,17 @@ class Config:
 
 def _next_stage(before: Config, stage: StageConfig) -> Config:
     """The config of a stage: that of the stage before, with its changes."""
-    found = before.scheme if stage.scheme is None else stage.scheme
+    entry = before.scheme if stage.scheme is None else stage.scheme
     if stage.extend:
-        found = scheme({**plain(found), **stage.extend}, "scheme")
+        entry = scheme({**plain(entry), **stage.extend}, "scheme")
     train, data = changed(before.train, stage.train, "train"), _next_data(before.data, stage.data)
-    return dataclasses.replace(before, stages=(), scheme=found, train=train, data=data)
+    return dataclasses.replace(before, stages=(), scheme=entry, train=train, data=data)
 
 
 def _next_data(before: DataConfig, changes: Mapping[str, Any]) -> DataConfig:
-    """The text of a stage: what it names replaces all text before; the model's tokenizer stays."""
-    others = not changes.keys().isdisjoint(("source", "paths", "mixture"))
-    after = changed(before, ({"paths": [], "mixture": []} if others else {}) | dict(changes), "data")
+    """The ``data`` of a stage: if it names text, that replaces all previous text; the model's tokenizer stays."""
+    names_text = not changes.keys().isdisjoint(("source", "paths", "mixture"))
+    after = changed(before, ({"paths": [], "mixture": []} if names_text else {}) | dict(changes), "data")
     for key in ("tokenizer", "special_tokens"):
         old, new = getattr(before, key), getattr(after, key)
         check(old == new, f"data.{key}: the model has that of the stage before, {old!r}, found {new!r}; leave it out")

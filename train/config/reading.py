@@ -19,7 +19,7 @@ from train.config.typed import plain, section
 from train.runtime.paths import path
 
 _RENAMED = {"far": "remap", "trains": "trainable"}
-"""Keys that earlier versions saved, and their names now."""
+"""Keys that earlier versions saved, and their current names."""
 _WITH_AXES = ("mixed", "rope-tie")
 """Methods whose option ``num_axes`` was ``axes``."""
 _WITH_SLOTS = ("scheme", "schemes", "extend")
@@ -66,7 +66,7 @@ def parse_saved(values: Mapping[str, Any], kind: type = Config) -> Any:
 
 
 def migrated(saved: Any, section: str = "") -> Any:
-    """What an earlier version saved under the key `section`, with the names of today.
+    """What an earlier version saved under the key `section`, with the current names.
 
     Options of own methods keep their names, and so do the values of a released model's ``config.json``.
     """
@@ -88,7 +88,7 @@ def _names_of_section(saved: dict[str, Any], section: str) -> dict[str, str]:
 
 
 def _with_first_tokens(spec: dict[str, Any]) -> dict[str, Any]:
-    """A spec in which ``sinks`` named the first tokens, as a mask or as their number."""
+    """The spec with the current names of what was called ``sinks``: the number of first tokens, or a mask of them."""
     if spec.get("name") in ("streaming", "lambda") and isinstance(spec.get("sinks"), int):
         return {"first" if key == "sinks" else key: value for key, value in spec.items()}
     return {**spec, "name": "first-tokens"} if spec.keys() == {"name", "count"} and spec["name"] == "sinks" else spec

@@ -70,7 +70,7 @@ def _trained_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
 def _lengths(values: Mapping[str, Any], own: int) -> dict[str, Any]:
     """The sections ``train`` and ``evaluate`` with default lengths: the model's own, and up to four times that.
 
-    If the model is trained, none is below a length of its training.
+    If the model is trained, the default evaluation lengths begin at its longest training length.
     """
     train, evaluate = _section(values, "train"), _section(values, "evaluate")
     if "length" not in train:

@@ -27,7 +27,7 @@ def section(values: Any, kind: type[Section], path: str) -> Section:
 
 
 def changed(values: Section, changes: Mapping[str, Any], path: str) -> Section:
-    """A section with some keys changed, and those of its own sections."""
+    """A section with some keys changed, also keys of the sections inside it."""
     merged = plain(values)
     for key, change in changes.items():
         sections = isinstance(change, Mapping) and dataclasses.is_dataclass(getattr(values, key, None))

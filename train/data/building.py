@@ -27,7 +27,7 @@ from train.data.sources import Log, SourceFile, name_hash, no_text, read, report
 from train.data.storage import Folder, Scratch
 from train.data.tokenizer import Tokenizer, token_type
 
-SHARD_TOKENS = 2**25  # the minimum, except in the last shard of a piece; a document is in one shard
+SHARD_TOKENS = 2**25  # minimum of a shard, except for the last one of a piece; a document is in one shard
 PIECE_BYTES = 2**26  # of files: a larger file is a piece by itself, smaller ones share a piece
 _GROUP_BYTES = 2**22  # of text that the tokenizer gets at a time
 _AT_ONCE = 32  # small files that are read in parallel
@@ -267,7 +267,7 @@ class _Build:
 
 
 def _groups(documents: Iterator[Document], done: int) -> Iterator[list[Document]]:
-    """The documents after the first `done`, some megabytes at a time; those before damage are given before the
+    """The documents after the first `done`, some megabytes at a time; those before damage are yielded before the
     error."""
     group: list[Document] = []
     size = 0

@@ -16,8 +16,8 @@ from train.data.sources import Log, SourceFile, list_files, report_corrupt, sile
 from train.data.storage import Folder, LocalFolder, MemoryFolder, folder_at, is_url
 from train.data.tokenizer import Tokenizer, token_type
 
-_FORMAT = 2  # of the folders
-_SMALL_BYTES = 2**26  # of files: bytes up to this size are read again at each start and not cached
+_FORMAT = 2  # version of the format of the folders
+_SMALL_BYTES = 2**26  # total size of files; up to this size bytes are encoded again at each start and not cached
 TOKENS = "tokens"  # the folder of caches in ``config.output``
 _POLL_SECONDS = 2.0
 

@@ -14,7 +14,7 @@ from train.data.index import Filter, Index
 from train.data.storage import Folder, Span
 
 INDEX, SIZES, HASHES = "index.npz", "documents.sizes", "documents.hashes"
-"""Two files of a folder: its contents, written last; and the index, with two numbers for every document."""
+"""Three files of a folder: its contents, written last; and the size and the hash of every document."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Corpus:
         return self.index.tokens
 
     def select(self, keeps: Filter) -> "Corpus":
-        """Some of all documents."""
+        """The corpus with another choice of its documents."""
         index = self.index.select(keeps)
         return replace(self, index=index, digest=digest_of([self.digest], index))
 
@@ -132,7 +132,7 @@ def read_index(folder: Folder) -> Index:
 
 
 def shard_names(counts: Iterable[int]) -> list[str]:
-    """The files of tokens of all pieces, by how many each piece has."""
+    """The files of tokens of all pieces, from the number of shards of each piece."""
     return [tokens_name(piece, shard) for piece, count in enumerate(counts) for shard in range(count)]
 
 
@@ -161,6 +161,6 @@ def dump_arrays(**arrays: Any) -> bytes:
 
 
 def load_arrays(content: bytes) -> dict[str, np.ndarray]:
-    """What `dump_arrays` was given."""
+    """The arrays and texts that `dump_arrays` was given."""
     with np.load(io.BytesIO(content)) as arrays:
         return dict(arrays)

@@ -19,9 +19,10 @@ Columns = Iterable[tuple[UInt64[np.ndarray, "n"], Int64[np.ndarray, "n"]]]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is held out of one part: documents with a hash below `below`, never document `never`, and always `always`.
+    """The rule for holding documents out of one part: those with a hash below `below`, except document number `never`;
+    and document number `always`.
 
-    So memory does not grow with the number of documents.
+    A rule needs no list of documents, so memory does not grow with their number.
     """
 
     below: int
@@ -40,10 +41,10 @@ class HeldOut:
 def hold_out(parts: Sequence[Columns], share: float, tokens: float = math.inf) -> list[HeldOut]:
     """What is held out of each part of a mixture.
 
-    A document is held out when the hash of its name, read as a number in [0, 1), is below `share`. If those have more
-    than `tokens` tokens, only the documents of all parts with the lowest hashes are, up to that many tokens. Of every
-    part at least one document is trained on, the one with the highest hash. At least one document overall is held out,
-    the one with the lowest hash among the parts with several documents, unless the share is 0.
+    A document is held out when the hash of its name, read as a number in [0, 1), is below `share`. If these
+    documents have more than `tokens` tokens, only those of all parts with the lowest hashes are held out, up to that
+    many tokens. Of every part at least one document is trained on, the one with the highest hash. At least one document
+    overall is held out, the one with the lowest hash among the parts with several documents, unless the share is 0.
 
     Raises ValueError when there is no such document.
     """
@@ -75,7 +76,7 @@ class _Lowest:
         self._new = 0
 
     def see(self, hashes: UInt64[np.ndarray, "n"], sizes: Int64[np.ndarray, "n"]) -> None:
-        """Takes documents in."""
+        """Adds documents."""
         mask = hashes < np.uint64(self._below)
         if math.isfinite(self._tokens) and mask.any():
             self._seen.append((hashes[mask], sizes[mask]))
@@ -84,15 +85,15 @@ class _Lowest:
             self.settle()
 
     def settle(self) -> int:
-        """The hash, from all documents seen; of documents with equal hashes all are below it, or none."""
+        """The hash, computed from all documents seen. Of documents with equal hashes all are below it, or none."""
         if self._seen:
             hashes, sizes = (np.concatenate(column) for column in zip(*self._seen, strict=True))
             order = np.argsort(hashes, kind="stable")
             hashes, sizes = hashes[order], sizes[order]
             over = np.flatnonzero(np.cumsum(sizes) > self._tokens)[:1]
             self._below = int(hashes[over[0]]) if over.size else self._below
-            kept = np.searchsorted(hashes, np.uint64(self._below))
-            self._seen, self._new = [(hashes[:kept], sizes[:kept])], 0
+            count = np.searchsorted(hashes, np.uint64(self._below))
+            self._seen, self._new = [(hashes[:count], sizes[:count])], 0
         return self._below
 
 
@@ -107,7 +108,7 @@ class _Ends:
     high_hash: int = -1
 
     def see(self, numbers: Int64[np.ndarray, "n"], hashes: UInt64[np.ndarray, "n"]) -> None:
-        """Takes documents in; of equal hashes the first counts."""
+        """Adds documents; of those with equal hashes the first counts."""
         self.count += len(hashes)
         low, high = int(np.argmin(hashes)), int(np.argmax(hashes))
         if hashes[low] < self.low_hash:
@@ -119,10 +120,10 @@ class _Ends:
 def _look_through(part: Columns, lowest: _Lowest) -> _Ends:
     ends, first = _Ends(), 0
     for hashes, sizes in part:
-        there = np.flatnonzero(hashes != GONE)
-        if there.size:
-            ends.see(first + there, hashes[there])
-            lowest.see(hashes[there], sizes[there])
+        present = np.flatnonzero(hashes != GONE)
+        if present.size:
+            ends.see(first + present, hashes[present])
+            lowest.see(hashes[present], sizes[present])
         first += len(hashes)
     return ends
 

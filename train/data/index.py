@@ -38,7 +38,7 @@ class Documents(NamedTuple):
 class Index:
     """Documents by number, in the order of their tokens in the corpus; at least one.
 
-    `sizes` and `hashes` have all of them; `keeps` says which are chosen.
+    `sizes` and `hashes` have an entry for every document; `keeps` chooses some of them.
     """
 
     sizes: Int64[np.ndarray, "documents"]
@@ -46,7 +46,7 @@ class Index:
     keeps: Filter = readable
 
     def select(self, keeps: Filter) -> "Index":
-        """The same documents, with another choice of them."""
+        """The same documents, chosen by another `keeps`."""
         return replace(self, keeps=keeps)
 
     @property
@@ -81,9 +81,9 @@ class Index:
         numbers = ranges(blocks * BLOCK, counts)
         sizes = np.asarray(self.sizes[numbers])
         chosen = self.keeps(numbers, self.hashes[numbers])
-        own = np.where(chosen, sizes, 0)
+        chosen_sizes = np.where(chosen, sizes, 0)
         starts = _running(sizes, counts, self._offsets[blocks])
-        ends = _running(own, counts, self.stream[blocks]) + own
+        ends = _running(chosen_sizes, counts, self.stream[blocks]) + chosen_sizes
         return Documents(starts[chosen], sizes[chosen], ends[chosen])
 
     def _parts(self) -> Iterator[slice]:
@@ -107,6 +107,6 @@ def ranges(firsts: Int64[np.ndarray, "n"], counts: Int64[np.ndarray, "n"]) -> In
 def _running(
     sizes: Int64[np.ndarray, "total"], counts: Int64[np.ndarray, "blocks"], bases: Int64[np.ndarray, "blocks"]
 ) -> Int64[np.ndarray, "total"]:
-    """The sum of the sizes before each, within its block, and the block's base; block i has ``counts[i]`` sizes."""
+    """For each size, the base of its block plus the sizes before it in the block; block i has ``counts[i]`` sizes."""
     before = np.cumsum(sizes) - sizes
     return before + np.repeat(bases - before[np.cumsum(counts) - counts], counts)

@@ -15,7 +15,7 @@ from train.data.storage import Scratch
 from train.data.tokenizer import PADDING
 
 GROUP_PIECES = 2**21
-"""The number of pieces that best fit packs together: larger corpora are packed in groups of about so many pieces."""
+"""The number of pieces that best fit packs together: larger corpora are packed in groups of about this size."""
 
 
 class Batch(NamedTuple):
@@ -56,7 +56,7 @@ class Concatenated:
         return -(-(self.index.tokens - 1) // self.length)
 
     def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
-        """The pieces of the rows of these numbers, one row after the other, and how many each row has."""
+        """The pieces of the rows with these numbers, row by row, and the number of pieces in each row."""
         first = numbers * self.length
         stop = np.minimum(first + self.length, self.index.tokens)
         starts, sizes, ends = self._around(first, stop)
@@ -78,17 +78,17 @@ class Concatenated:
 
 @dataclass(frozen=True)
 class BestFit:
-    """Pieces of documents, each in one row; row r is made of those from ``first[r]`` to ``first[r + 1]``."""
+    """Pieces of documents, each in one row; row r is made of the pieces from ``first[r]`` to ``first[r + 1]``."""
 
     pieces: Pieces
     first: Int64[np.ndarray, "rows+1"]
-    groups: int  # that were packed separately
+    groups: int  # number of groups of documents that were packed separately
 
     def __len__(self) -> int:
         return len(self.first) - 1
 
     def rows(self, numbers: Int64[np.ndarray, "rows"]) -> tuple[Pieces, Int64[np.ndarray, "rows"]]:
-        """The pieces of the rows of these numbers, one row after the other, and how many each row has."""
+        """The pieces of the rows with these numbers, row by row, and the number of pieces in each row."""
         counts = self.first[numbers + 1] - self.first[numbers]
         inside = ranges(self.first[numbers], counts)
         starts, sizes, more = (part[inside] for part in self.pieces)
@@ -205,7 +205,7 @@ Packing = Concatenated | BestFit
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one part of a mixture, and its share of the training tokens beside the other parts'."""
+    """The rows of one part of a mixture, and its weight: its share of the training tokens relative to other parts."""
 
     corpus: Corpus | HeldOutText
     packing: Packing
@@ -246,7 +246,7 @@ class PackedRows:
         return sum(part.corpus.tokens for part in self.parts)
 
     def batch(self, rows: Int[np.ndarray, "rows"]) -> Batch:
-        """The named rows. Beyond the returned arrays it needs memory only for the tokens of these rows."""
+        """The rows with these numbers. Beyond the returned arrays it needs memory only for the tokens of these rows."""
         shape = (len(rows), self.length)
         batch = Batch(
             np.full(shape, self.padding, np.int32),
@@ -272,11 +272,11 @@ class PackedRows:
 def _fill(batch: Batch, targets: np.ndarray, part: Part, numbers: np.ndarray, columns: np.ndarray) -> None:
     """Fills rows `targets` of the batch with rows `numbers` of a part. One read fetches all: URLs are slow."""
     (starts, sizes, more), counts = part.packing.rows(numbers)
-    found = iter(zip(part.corpus.read(starts, sizes + more), sizes.tolist(), strict=True))
+    pieces = iter(zip(part.corpus.read(starts, sizes + more), sizes.tolist(), strict=True))
     for target, count in zip(targets.tolist(), counts.tolist(), strict=True):
         column = 0
         for segment in range(count):
-            tokens, size = next(found)
+            tokens, size = next(pieces)
             stop = column + size
             batch.tokens[target, column:stop] = tokens[:size]
             batch.positions[target, column:stop] = columns[:size]
@@ -288,7 +288,7 @@ def _fill(batch: Batch, targets: np.ndarray, part: Part, numbers: np.ndarray, co
 def pack_corpora(
     corpora: Sequence[Corpus | HeldOutText], weights: Sequence[float], length: int, packing: str, padding: int
 ) -> PackedRows:
-    """Rows of `length` of encoded documents, in their order.
+    """Rows of `length` tokens of encoded documents, in their order.
 
     Raises ValueError if the documents of a part do not fill one row.
     """
@@ -307,8 +307,8 @@ def pack_corpora(
 
 
 def pack_sample(sample: HeldOutText, length: int) -> PackedRows:
-    """Rows of `length` of a few documents as one stream, each read when it is asked for.
+    """Rows of `length` tokens of a few documents as one stream; each row is read on demand.
 
-    Raises ValueError when they do not fill one row.
+    Raises ValueError if the documents do not fill one row.
     """
     return pack_corpora([sample], [1.0], length, "concatenate", PADDING)

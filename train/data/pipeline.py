@@ -61,8 +61,8 @@ def _held_out(config: Config, corpora: Sequence[Corpus]) -> list[HeldOut]:
 def warnings_of_shared_text(config: Config) -> list[str]:
     """A warning for every stage that may train on documents that ``config.data`` holds out and `evaluate` measures.
 
-    If a stage reads some of these files as part of another text, it holds out other documents of them. Errors are those
-    of `training_rows`.
+    If a stage reads some files of ``config.data`` as part of another text, it holds out other documents of these files.
+    Errors are those of `training_rows`.
     """
     found = []
     for name, stage in zip(config.stage_names, config.every_stage, strict=True):
@@ -74,7 +74,7 @@ def warnings_of_shared_text(config: Config) -> list[str]:
 
 
 def _documents_of(data: DataConfig) -> tuple:
-    """What determines the held-out documents: the files of every part, by name and location, and their number."""
+    """What determines the held-out documents: the files of every part, by name and location; their share and tokens."""
     parts = [[(file.name, resolved(file.path)) for file in part] for part in list_files(data)]
     return parts, data.held_out, data.held_out_tokens
 
@@ -126,9 +126,9 @@ def mix(shares: Sequence[float]) -> Mixture:
 def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(None)) -> "grain.DatasetIterator[Batch]":
     """An endless iterator over batches of `batch_rows` rows, of which this process gets the rows `part`.
 
-    Batch number n holds the same rows in the same order on every process, whatever their number. The rows of each part
-    of a mixture come in an order of their own, shuffled anew from `seed` at each pass over them, and are repeated as
-    often as needed; `Mixture` defines how parts are interleaved. Weights count tokens: a part with emptier rows,
+    Batch number n holds the same rows in the same order on every process, for any number of processes. The rows of each
+    part of a mixture come in an order of their own, shuffled anew from `seed` at each pass over them, and are repeated
+    as often as needed; `Mixture` defines how parts are interleaved. Weights count tokens: a part with emptier rows,
     because best-fit left padding, gets more rows.
 
     ``get_state()`` and ``set_state(state)`` save and restore the position in the stream, which is the number of the
@@ -145,18 +145,18 @@ def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(No
         return starts[owner] + int(orders[owner][rank])
 
     def read(number: int) -> Batch:
-        # By batch, because Grain's cost per row would exceed our own.
-        own = range(number * batch_rows, (number + 1) * batch_rows)[part]
-        return rows.batch(np.asarray([row(n) for n in own]))
+        # Whole batches, because Grain's cost per row would exceed the cost of reading the row.
+        numbers = range(number * batch_rows, (number + 1) * batch_rows)[part]
+        return rows.batch(np.asarray([row(n) for n in numbers]))
 
-    # Rows are read for a whole batch at once, so one thread, a few batches ahead, is enough; at URLs threads wait.
+    # A batch is read at once, so one thread that reads a few batches ahead is enough. At URLs threads wait for replies.
     remote = any(isinstance(owner.corpus.folder, RemoteFolder) for owner in rows.parts)
     ahead = grain.ReadOptions(num_threads=8 if remote else 1, prefetch_buffer_size=8 if remote else 4)
     return iter(grain.MapDataset.range(_MANY_ROWS // batch_rows).map(read).to_iter_dataset(ahead))
 
 
 def _order(rows: int, seed: int) -> "grain.MapDataset":
-    """Rows in the order of pass after pass; Grain shuffles pass n by the seed plus n."""
+    """The numbers of the rows, pass after pass; Grain shuffles pass n by the seed plus n."""
     import grain
 
     # Practically endless: the length of Grain's own endless repetition is too large for batches of one row.

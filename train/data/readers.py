@@ -176,7 +176,7 @@ def _damage(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _arrow_damage() -> Iterator[None]:
-    """As `_damage`, for Arrow, which raises OSError for damaged content too; such an error has no error number."""
+    """Like `_damage`, for Arrow, which raises OSError for damaged content too; such an error has no error number."""
     arrow = optional("pyarrow", "reading .parquet and .arrow")
     try:
         with _damage(arrow.ArrowException, UnicodeDecodeError):

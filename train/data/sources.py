@@ -15,7 +15,7 @@ from train.data.storage import find, is_url, open_url
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
 Log = Callable[[str], Any]
-"""Takes progress messages for the user: what is left out, what takes long."""
+"""Takes progress messages for the user, on what is left out and what takes long."""
 
 
 def silent(_: str) -> None:
@@ -108,8 +108,8 @@ def list_files(config: DataConfig) -> list[list[SourceFile]]:
 def standard_library() -> list[SourceFile]:
     """The .py files of Python's own standard library.
 
-    Left out are third-party packages, test directories, and two that are not code: the help texts of ``pydoc_data``
-    and the tables of ``encodings``, which repeat each other nearly line by line.
+    Left out are third-party packages, test directories, and two packages that are not code: the help texts of
+    ``pydoc_data`` and the tables of ``encodings``, which repeat each other nearly line by line.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "encodings"}

@@ -20,7 +20,7 @@ from train.runtime.paths import path as path_at
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is not on this machine's disks; then every host sees the same file there."""
+    """Whether a path is a URL, not on this machine's disks; then every host sees the same file there."""
     return "://" in path and not path.startswith(("file://", "local://"))
 
 
@@ -95,7 +95,7 @@ class MemoryFolder:
         return {name: len(content) for name, content in self._files.items()}
 
     def spans(self, wanted: Sequence[Span]) -> list[memoryview]:
-        """Views of what is kept."""
+        """Views of the bytes of each span."""
         return [memoryview(self._files[span.name])[span.start : span.stop] for span in wanted]
 
 
@@ -129,11 +129,13 @@ class LocalFolder:
         try:
             os.replace(part, self.path / name)
         except FileNotFoundError:
-            if not (self.path / name).exists():  # if it exists, it did before, and only this copy was swept away
+            # `remove_leftovers` of another process removed this copy, which is harmless if the file existed before.
+            if not (self.path / name).exists():
                 raise
 
     def remove_leftovers(self) -> None:
-        """Removes what killed writers left; files that may still be written must already exist."""
+        """Removes the temporary files that killed writers left. The files that others are still writing must already
+        exist, because they lose their temporary copies."""
         for part in self.path.glob(f".*{_PART}"):
             part.unlink(missing_ok=True)
 
@@ -162,7 +164,7 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """Files at a URL; object stores show a file only when it is complete. Adjacent spans are one request."""
+    """Files at a URL; object stores show a file only when it is complete. One request fetches adjacent spans."""
 
     def __init__(self, url: str):
         self.url = url
@@ -229,7 +231,7 @@ class RemoteFolder:
 
 
 def _runs(wanted: Sequence[Span]) -> list[tuple[Span, list[int]]]:
-    """Spans that touch or overlap, joined; with each, the indices of those it is made of."""
+    """The spans, joined where they touch or overlap; and for each joined span the indices of its parts."""
     runs: list[tuple[Span, list[int]]] = []
     for index in sorted(range(len(wanted)), key=wanted.__getitem__):
         span = wanted[index]

@@ -53,7 +53,7 @@ def tokenize(config: Config, log: Log = print, job: Job | None = None, workers: 
     """
     check(workers is None or workers > 0, f"--workers must be positive, found {workers}")
     tokenizer = load_tokenizer(config.data)
-    texts = _kept(config, tokenizer)
+    texts = _texts_to_cache(config, tokenizer)
     if not texts:
         log("data: encoding so few bytes is faster than reading a cache, so fit has none; set data.cache to have one")
         return
@@ -73,7 +73,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _kept(config: Config, tokenizer: Tokenizer) -> list[CachedText]:
+def _texts_to_cache(config: Config, tokenizer: Tokenizer) -> list[CachedText]:
     """The texts of all stages, each once, whose tokens `fit` would cache."""
     found = {}
     for stage in config.every_stage:
@@ -147,8 +147,8 @@ def _job(number: int | str, count: int | str, name: str) -> Job:
 def _built(data: DataConfig, tasks: Sequence[_PieceOrder], workers: int) -> Iterator[None]:
     """Builds pieces in processes of their own, unless one process is enough; yields after each piece.
 
-    The first error stops all of them; an interrupt stops them at once. Raises OSError if the system killed one, most
-    likely for lack of memory.
+    The first error stops all of them; an interrupt stops them at once. Raises OSError if the system killed a
+    process, most likely for lack of memory.
     """
     count = min(workers, len(tasks))
     if count < 2:
@@ -191,7 +191,7 @@ _tokenizers: list[Tokenizer] = []
 def _begin(data: DataConfig, threads: int) -> None:
     """Set-up of a worker process: loads the tokenizer, and makes the worker end with its parent.
 
-    The tokenizer's library uses so many threads, unless the user has set another number.
+    The tokenizer's library uses `threads` threads, unless the user has set another number.
     """
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when the library first starts threads
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -13,7 +13,7 @@ from train.config import DataConfig
 from train.data.storage import open_url, optional
 from train.runtime.lines import in_a_line
 
-PADDING = 259  # of bytes; it fills the last row, where its segment id is negative: neither attended to nor predicted
+PADDING = 259  # of bytes; it fills the last row with a negative segment id: neither attended to nor predicted
 
 _ROLES = ("bos", "eos", "mask", "padding")
 _COMMON_NAMES = {
@@ -34,10 +34,10 @@ class Tokenizer:
 
     Args:
         size: how many ids there are.
-        found: the special tokens among them.
+        found: the ids of the special tokens among them, by role.
         identity: the bytes of the file.
         own: whether only the tokenizer's own special tokens are used; see ``data.special_tokens``.
-        begins: whether the tokenizer itself puts BOS before a text; without `own` it is always put there.
+        begins: whether the tokenizer itself puts BOS before a text; without `own`, BOS is always put there.
     """
 
     def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool, begins: bool):
@@ -113,10 +113,10 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def ends_of_text(config: DataConfig, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a generated text: EOS, and those that the tokenizer's released model names.
+    """The tokens that end a generated text: EOS, and the end tokens that the tokenizer's released model names.
 
-    These are in ``config.json`` and ``generation_config.json`` in the folder of ``tokenizer.json``: a chat model ends
-    its turn with a special token.
+    The model names them in ``config.json`` and ``generation_config.json`` in the folder of ``tokenizer.json``: a chat
+    model ends its turn with a special token.
     """
     found = {tokenizer.eos}
     if config.tokenizer.endswith("tokenizer.json"):
@@ -146,8 +146,9 @@ class Specials(NamedTuple):
 
 
 def own_specials(size: int, found: dict[str, int]) -> Specials:
-    """Special ids as `found`, and no new ones: no mask token, and the end of a document in place of the other missing
-    ones.
+    """Special ids as `found`, and no new ones: the end of a document replaces missing ones.
+
+    So if `found` has no mask token, ``mask`` equals ``eos``.
 
     Raises ValueError if there is no end of a document.
     """
@@ -158,7 +159,7 @@ def own_specials(size: int, found: dict[str, int]) -> Specials:
 
 
 def place_specials(size: int, found: dict[str, int]) -> Specials:
-    """Special ids as `found`; missing ones are added after a vocabulary of `size` ids, in the order above."""
+    """Special ids as `found`; missing ones are added after a vocabulary of `size` ids, in the order of `_ROLES`."""
     lacking = [role for role in _ROLES if role not in found]
     added = {role: size + index for index, role in enumerate(lacking)}
     return Specials(**{role: (found | added)[role] for role in _ROLES}, vocabulary_size=size + len(lacking))
@@ -240,7 +241,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def _declared(system: Any, folder: str) -> dict[str, str | int]:
     """The special tokens that tokenizer_config.json, or else special_tokens_map.json, in a folder names.
 
-    Without either those of the model's config.json there, which are numbers.
+    Without either file, those of the model's config.json in the folder, which are ids.
     """
     for name, read in (
         ("tokenizer_config.json", _named),
@@ -254,7 +255,7 @@ def _declared(system: Any, folder: str) -> dict[str, str | int]:
 
 
 def _numbered(values: dict[str, Any]) -> dict[str, int]:
-    """The special tokens of a model's configuration, by role; of several ends of a text the first."""
+    """The special tokens of a model's configuration, by role; the first one if a role has several."""
     ids = {role: values.get(f"{name}_token_id") for role, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"))}
     first = {role: found[0] if isinstance(found, list) and found else found for role, found in ids.items()}
     return {role: found for role, found in first.items() if type(found) is int}
@@ -286,7 +287,7 @@ class SentencePieceTokenizer(Tokenizer):
             size = self._model.vocab_size()
         except RuntimeError:
             size = 0
-        if not size:  # an empty file loads, as nothing
+        if not size:  # an empty file loads without an error
             raise ValueError(f"data.tokenizer: {path} is not a .model of SentencePiece")
         found = self._find()
         super().__init__(size, found, content, own, begins="bos" in found)

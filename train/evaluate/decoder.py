@@ -35,8 +35,8 @@ def predictor_of(model: nn.Decoder, seed: int, mesh: Mesh | None = None) -> tupl
 
     def hidden(parameters, tokens, length):
         _check_reach(model, length)
-        where = _given(drawn_in_use(model, length, seed, len(tokens)))
-        return nnx.merge(graph, parameters).hidden(tokens, length=length, **where)
+        inputs = _arguments_of(drawn_in_use(model, length, seed, len(tokens)))
+        return nnx.merge(graph, parameters).hidden(tokens, length=length, **inputs)
 
     def logits(parameters, hidden):
         return nnx.merge(graph, parameters).logits(hidden)
@@ -54,13 +54,13 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
 
     def hidden(parameters, tokens, length):
         _check_reach(model, length)
-        graph, lies = computed(model, placement=placement(mesh, length)), row(length)
-        where = _placed(lies, _given(drawn_in_use(model, length, seed, len(tokens))))
-        if lies.padded > length:
-            segments = lies.apply(jnp.zeros((1, length), jnp.int32), constant_values=-1)
-            where["segment_ids"] = jnp.broadcast_to(segments, tokens.shape)
+        graph, layout = computed(model, placement=placement(mesh, length)), row(length)
+        inputs = _placed(layout, _arguments_of(drawn_in_use(model, length, seed, len(tokens))))
+        if layout.padded > length:
+            segments = layout.apply(jnp.zeros((1, length), jnp.int32), constant_values=-1)
+            inputs["segment_ids"] = jnp.broadcast_to(segments, tokens.shape)
         tokens = jax.lax.with_sharding_constraint(tokens, named_sharding(mesh, ("batch", "length")))
-        return nnx.merge(graph, narrow(parameters)).hidden(tokens, length=length, **where)
+        return nnx.merge(graph, narrow(parameters)).hidden(tokens, length=length, **inputs)
 
     def logits(parameters, hidden):
         return nnx.merge(computed(model), parameters).logits(hidden)
@@ -71,10 +71,10 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
 
 
 def _placed(row: RowLayout, where: dict[str, Array]) -> dict[str, Array]:
-    """The values of a rule of positions in the order of a row's layout; filling tokens get the last token's values."""
+    """The values of a rule of positions in the order of a row's layout; padding tokens get the last token's values."""
 
-    along = {name: LENGTH_AXES[name] % x.ndim for name, x in where.items() if name in LENGTH_AXES}
-    return where | {name: row.apply(where[name], axis, mode="edge") for name, axis in along.items()}
+    axes = {name: LENGTH_AXES[name] % x.ndim for name, x in where.items() if name in LENGTH_AXES}
+    return where | {name: row.apply(where[name], axis, mode="edge") for name, axis in axes.items()}
 
 
 def _check_reach(model: nn.Decoder, length: int) -> None:
@@ -85,12 +85,12 @@ def _check_reach(model: nn.Decoder, length: int) -> None:
 
 
 def drawn_in_use(model: nn.Decoder, length: int, seed: int, rows: int) -> Drawn:
-    """The draws of the model's rule of positions at use; empty without a rule."""
+    """The draws of the model's rule of positions for evaluation; empty without a rule."""
     rule = model.config.layers.training_positions
     return Drawn() if rule is None else rule.evaluate(length, key=jax.random.key(seed), batch=rows)
 
 
-def _given(drawn: Drawn) -> dict[str, Array]:
+def _arguments_of(drawn: Drawn) -> dict[str, Array]:
     """The draws of a rule of positions, as arguments of the model."""
     return {name: value for name, value in drawn._asdict().items() if value is not None}
 
@@ -100,18 +100,18 @@ Step = Callable[[Any, Any, Int[Array, "rows chunk"], Array], tuple[Float[Array, 
 
 
 def decoding(graph: nnx.GraphDef, drawn: Drawn, total: int) -> Step:
-    """A step of decoding `total` tokens. The scheme sees that as the length, from the first token on."""
+    """A step of decoding `total` tokens. The scheme sees `total` as the length, from the first token on."""
 
     def step(parameters, cache, tokens, valid):
         index = jnp.minimum(cache.used[:, None] + jnp.arange(tokens.shape[1]), total - 1)
-        where = _at(drawn, index, total)
-        return nnx.merge(graph, parameters).decode(tokens, cache, valid=valid, length=total, **where)
+        positions = _at(drawn, index, total)
+        return nnx.merge(graph, parameters).decode(tokens, cache, valid=valid, length=total, **positions)
 
     return step
 
 
 def to_decode(model: nn.Decoder, mesh: Mesh | None) -> tuple[nnx.GraphDef, Callable[[Any], Any]]:
-    """The graph of a decoder for decoding, and a function that converts the parameters of `predictor_of` to its own.
+    """The graph of a decoder for decoding, and a function that converts parameters of `predictor_of` to this graph's.
 
     On a mesh the compiler splits attention over the slots of the cache; it can do so in the dense implementation, where
     it sees all logits.
@@ -152,9 +152,9 @@ def read(
         logits, cache = step(parameters, carry[1], *tokens_and_valid)
         return (logits[:, column], cache), None
 
-    # Of each chunk only one column of logits is kept: all of them would be as large as tokens x vocabulary.
-    nothing = jax.eval_shape(part, (None, cache), jax.tree.map(lambda x: x[0], parts))[0][0]
-    return jax.lax.scan(part, (jnp.zeros(nothing.shape, nothing.dtype), cache), parts)[0]
+    # Only one column of logits is kept of each chunk: all logits together would be as large as tokens x vocabulary.
+    abstract = jax.eval_shape(part, (None, cache), jax.tree.map(lambda x: x[0], parts))[0][0]
+    return jax.lax.scan(part, (jnp.zeros(abstract.shape, abstract.dtype), cache), parts)[0]
 
 
 def _greedy(
@@ -164,11 +164,11 @@ def _greedy(
     graph, ready = to_decode(model, mesh)
     total, parameters = prompts.shape[1] + new, ready(parameters)
     step = decoding(graph, drawn_in_use(model, total, seed, len(prompts)), total)
-    everyone = jnp.ones((len(prompts), 1), bool)
+    valid = jnp.ones((len(prompts), 1), bool)
 
     def write(carry, _):
         token, cache = carry
-        logits, cache = step(parameters, cache, token[:, None], everyone)
+        logits, cache = step(parameters, cache, token[:, None], valid)
         following = jnp.where(token == NOT_FINITE, NOT_FINITE, best(logits[:, 0]))
         return (following, cache), token
 
@@ -178,7 +178,7 @@ def _greedy(
 
 def _at(drawn: Drawn, index: Int[Array, "rows tokens"], total: int) -> dict[str, Array]:
     """The values of a rule of positions for the tokens with these indices, in rows of `total` tokens."""
-    found = _given(drawn)
+    found = _arguments_of(drawn)
     if "positions" in found:
         ids = jnp.broadcast_to(found["positions"], (len(index), total))
         found["positions"] = jnp.take_along_axis(ids, index, axis=1)

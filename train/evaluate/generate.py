@@ -74,7 +74,7 @@ def tokens_after(
     """Yields the tokens after a prompt, until one of `ends` (see `ends_of_text`) or the maximal number.
 
     A given mesh must be in use; parameters and the cache are split over it. Schemes that depend on the current length
-    use that of prompt and generated tokens together, from the first chunk on.
+    use the length of prompt and generated tokens together, from the first chunk on.
 
     Raises ValueError if the logits are not finite, as for a learned embedding beyond its table.
     """
@@ -165,19 +165,19 @@ def _written(
 ) -> str:
     """Passes the text of tokens after a prompt to `write` as they are decoded, in complete characters, and returns
     it."""
-    text, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
-    made = prompt[-_CONTEXT:].tolist()  # some tokenizers leave out the space of a text's first token
-    whole = tokenizer.decode(np.asarray(made))
-    written = len(whole)
+    decoder, found = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
+    recent = prompt[-_CONTEXT:].tolist()  # some tokenizers leave out the space of a text's first token
+    decoded = tokenizer.decode(np.asarray(recent))
+    written = len(decoded)
     for token in tokens:
-        made.append(token)
+        recent.append(token)
         # The text of a token can depend on those before it: spaces, and characters of several tokens.
-        whole = tokenizer.decode(np.asarray(made))
-        if whole.endswith(_UNFINISHED):
+        decoded = tokenizer.decode(np.asarray(recent))
+        if decoded.endswith(_UNFINISHED):
             continue
-        piece, written = text.decode(whole[written:]), len(whole)
+        piece, written = decoder.decode(decoded[written:]), len(decoded)
         write(piece)
         found += piece
-    rest = text.decode(whole[written:], final=True)
+    rest = decoder.decode(decoded[written:], final=True)
     write(rest)
     return found + rest

@@ -26,7 +26,7 @@ from train.model.sharding import named_sharding
 def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | None:
     """The mesh of ``evaluate.mesh``; None for one device. See `sizes_for`.
 
-    Raises ValueError as that does, and if a process would have no device.
+    Raises ValueError as `sizes_for` does, and if a process would have no device.
     """
     devices = jax.devices() if devices is None else devices
     slices = len({getattr(device, "slice_index", 0) for device in devices})
@@ -38,8 +38,8 @@ def mesh_for(config: Config, rows: int, devices: list | None = None) -> Mesh | N
 def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[str, int]:
     """The number of devices along each axis of ``evaluate.mesh``.
 
-    Without the key it has all devices: batches of ``rows`` rows are split over as many of them as possible, and every
-    row over the remaining ones.
+    Without the key the mesh has all devices: batches of ``rows`` rows are split over as many devices as possible, and
+    every row over the remaining ones.
 
     Raises ValueError for axes that the devices cannot fill, and for a split of rows that the scheme does not support.
     """
@@ -52,11 +52,11 @@ def sizes_for(config: Config, rows: int, devices: int, slices: int = 1) -> dict[
 
 
 def _chosen(config: Config, rows: int, devices: int, slices: int) -> EvaluateMesh:
-    each = devices // slices
+    per_slice = devices // slices
     if _is_linear(config):
-        return EvaluateMesh(replica=slices, data=1, fsdp=each)
-    fsdp = max(n for n in range(1, each + 1) if each % n == 0 and slices * n <= max(rows, slices))
-    return EvaluateMesh(replica=slices, data=1, fsdp=fsdp, context=each // fsdp)
+        return EvaluateMesh(replica=slices, data=1, fsdp=per_slice)
+    fsdp = max(n for n in range(1, per_slice + 1) if per_slice % n == 0 and slices * n <= max(rows, slices))
+    return EvaluateMesh(replica=slices, data=1, fsdp=fsdp, context=per_slice // fsdp)
 
 
 def _is_linear(config: Config) -> bool:
@@ -65,7 +65,7 @@ def _is_linear(config: Config) -> bool:
 
 
 def on(mesh: Mesh | None) -> AbstractContextManager:
-    """Runs the body of a `with` on the mesh; without one, on the first device."""
+    """Runs the body of a `with` on the mesh; without a mesh, on the first device."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
@@ -84,36 +84,41 @@ def placement(mesh: Mesh, length: int) -> Placement:
 
 
 def computed(model: nn.Decoder, **changes: Any) -> nnx.GraphDef:
-    """The graph of a decoder with the same parameters, and with changed config fields on how it is computed."""
+    """The graph of a decoder with the same parameters; `changes` are config fields that say how it is computed."""
     config = dataclasses.replace(model.config, **changes)
     return nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))[0]
 
 
 def whole(x: Array) -> Array:
-    """The same array, all of it on every device of the mesh in use, so that every process can read it."""
+    """The array, replicated over all devices of the mesh in use, so that every process can read it."""
     in_use = not jax.sharding.get_abstract_mesh().empty
     return jax.lax.with_sharding_constraint(x, PartitionSpec()) if in_use else x
 
 
 def with_whole_head(parameters: Any, tied: bool, dtype: Any, mesh: Mesh) -> Any:
-    """Parameters with the output matrix gathered along all axes except the vocabulary, once for many products."""
+    """Parameters with the output matrix sharded over the vocabulary only; gathered once, for many products."""
     name, axes = ("embed", ("vocab", None)) if tied else ("head", (None, "vocab"))
-    lies = named_sharding(mesh, axes, parameters[name].shape)
-    return {**parameters, name: jax.lax.with_sharding_constraint(parameters[name].astype(dtype), lies)}
+    sharding = named_sharding(mesh, axes, parameters[name].shape)
+    return {**parameters, name: jax.lax.with_sharding_constraint(parameters[name].astype(dtype), sharding)}
 
 
 def split_cache(cache: DecoderCache, mesh: Mesh) -> DecoderCache:
-    """A decoder's cache, or its shapes, with the shardings of its arrays: rows, key heads and slots are split."""
+    """The shardings of a decoder's cache, as the same structure: rows, key heads and slots are split.
 
-    def split(leaf: Any, *axes: str | None) -> NamedSharding | None:
+    `cache` has arrays or their shapes.
+    """
+
+    def sharding_of(leaf: Any, *axes: str | None) -> NamedSharding | None:
         return None if leaf is None else named_sharding(mesh, ("layers", "batch", *axes), leaf.shape)
 
-    def of_layer(kept: Any) -> Any:
+    def shardings_of_layer(kept: Any) -> Any:
         if not isinstance(kept, Cache):
-            return jax.tree.map(lambda leaf: split(leaf, *(None,) * (leaf.ndim - 2)), kept)
-        lies = {"k": ("length", "kv_heads", None), "v": ("length", "kv_heads", None)}
-        lies |= {"positions": ("length",), "ids": ("length",), "gates": ("heads", "length"), "total": ("heads",)}
-        return dataclasses.replace(kept, **{name: split(getattr(kept, name), *axes) for name, axes in lies.items()})
+            return jax.tree.map(lambda leaf: sharding_of(leaf, *(None,) * (leaf.ndim - 2)), kept)
+        axes_of = {"k": ("length", "kv_heads", None), "v": ("length", "kv_heads", None)}
+        axes_of |= {"positions": ("length",), "ids": ("length",), "gates": ("heads", "length"), "total": ("heads",)}
+        return dataclasses.replace(
+            kept, **{name: sharding_of(getattr(kept, name), *axes) for name, axes in axes_of.items()}
+        )
 
-    stacks = jax.tree.map(of_layer, cache.stacks, is_leaf=lambda node: isinstance(node, Cache))
+    stacks = jax.tree.map(shardings_of_layer, cache.stacks, is_leaf=lambda node: isinstance(node, Cache))
     return dataclasses.replace(cache, stacks=stacks, used=named_sharding(mesh, ("batch",), cache.used.shape))

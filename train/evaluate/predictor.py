@@ -19,7 +19,7 @@ from posjax.layout import CONTIGUOUS, Layout
 NOT_FINITE = -1
 """Replaces the likeliest token if the logits are not finite."""
 
-_LOGITS = 2**26  # logits on a device at a time: 256 MiB of float32
+_LOGITS = 2**26  # maximal number of logits on a device at a time: 256 MiB of float32
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class RowLayout:
 class Predictor:
     """A language model as pure functions of its parameters. `length` and `new` are Python integers.
 
-    hidden(parameters, tokens [rows, padded], length) -> [rows, padded, width], for rows arranged by `row`. Refuses
-    lengths with ValueError. logits(parameters, hidden [rows, padded, width]) -> [rows, padded, vocabulary] of the
-    tokens that follow. greedy(parameters, prompts [rows, prompt], new) -> the likeliest tokens that follow, one after
-    the other, [rows, new], and `NOT_FINITE` from the first position without finite logits. ready(parameters) ->
-    parameters for many calls of `logits`. row(length) gives the layout of rows over devices. `rows` devices share the
-    rows of a batch; it must divide their number.
+    hidden(parameters, tokens [rows, padded], length) -> [rows, padded, width], for rows arranged by `row`. Raises
+    ValueError for lengths that the model refuses. logits(parameters, hidden [rows, padded, width]) -> [rows, padded,
+    vocabulary] of the tokens that follow. greedy(parameters, prompts [rows, prompt], new) -> the likeliest tokens that
+    follow, one after the other, [rows, new], and `NOT_FINITE` from the first position without finite logits.
+    ready(parameters) -> parameters for many calls of `logits`. row(length) gives the layout of rows over devices.
+    `rows` is the number of devices that share the rows of a batch; it must divide the number of rows.
     """
 
     hidden: Callable[[Any, Int[Array, "rows padded"], int], Float[Array, "rows padded width"]]
@@ -92,7 +92,7 @@ def next_nll(
 def likeliest_next(
     predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows asked"], length: int
 ) -> Int[Array, "rows asked"]:
-    """The likeliest token after the tokens `at` each of these positions of the rows, given the row up to there."""
+    """The likeliest token after each of the positions `at` of the rows, given the row up to this position."""
     ready = predictor.ready(parameters)
 
     def likeliest(hidden):
@@ -105,7 +105,7 @@ def likeliest_next(
 def hidden_at(
     predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows asked"], length: int
 ) -> Float[Array, "rows asked width"]:
-    """The hidden states of the tokens `at` these positions of the rows."""
+    """The hidden states of the tokens at the positions `at` of the rows."""
     row = predictor.row(length)
     hidden = predictor.hidden(parameters, row.apply(tokens), length)
     return jnp.take_along_axis(hidden, row.padded_indices(at)[..., None], axis=1)
@@ -125,18 +125,18 @@ def _in_parts(
     """
     (rows, padded, _), shards = hidden.shape, row.layout.shards
     vocabulary = jax.eval_shape(predictor.logits, ready, hidden[:, :1]).shape[-1]
-    own = padded // shards
+    per_shard = padded // shards
     size = max(1, _LOGITS // (-(-rows // predictor.rows) * vocabulary))
-    if own <= size:
+    if per_shard <= size:
         return function(hidden, *more)
-    count = math.ceil(own / size)
+    count = math.ceil(per_shard / size)
 
     def split(x):
-        x = x.reshape(rows, shards, own, *x.shape[2:])
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, count * size - own), *((0, 0),) * (x.ndim - 3)))
+        x = x.reshape(rows, shards, per_shard, *x.shape[2:])
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, count * size - per_shard), *((0, 0),) * (x.ndim - 3)))
         x = jnp.moveaxis(x.reshape(rows, shards, count, size, *x.shape[3:]), 2, 0)
         return x.reshape(count, rows, shards * size, *x.shape[4:])
 
     parts = jax.lax.map(lambda part: function(*part), tuple(map(split, (hidden, *more))))
     parts = jnp.moveaxis(parts.reshape(count, rows, shards, size), 0, 2)
-    return parts.reshape(rows, shards, count * size)[:, :, :own].reshape(rows, padded)
+    return parts.reshape(rows, shards, count * size)[:, :, :per_shard].reshape(rows, padded)

@@ -43,7 +43,7 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
 
     `overrides` may change keys that did not affect the training: ``evaluate.*``, and ``scheme.extend``, which evaluates
     the trained parameters under an extended scheme. The rows are returned. In ``evaluation.jsonl`` they replace
-    those of the same label; rows of other labels stay if they were measured on the same text, and the page shows all.
+    rows of the same label; rows of other labels stay if they were measured on the same text, and the page shows all.
 
     Raises FileNotFoundError without a trained run, and ValueError for overrides that would need a new training, for
     models without a perplexity and for held-out documents that are too short.
@@ -59,9 +59,10 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
 
 def _labels(directory: str | Path, config: Config) -> tuple[str, SchemeConfig]:
     """The label of the model as it was trained or released, and the entry to measure, labelled to differ from it."""
-    entry, own = config.scheme, read_config(path(directory)).scheme.label if is_run(directory) else RELEASED
-    label = config.name if is_run(directory) and own == RELEASED else own  # what was trained is not as released
-    if entry.label != own:
+    entry, own_label = config.scheme, read_config(path(directory)).scheme.label if is_run(directory) else RELEASED
+    # A trained model must not have the label of the released one.
+    label = config.name if is_run(directory) and own_label == RELEASED else own_label
+    if entry.label != own_label:
         return label, entry
     names = [change.get("name", slot) if isinstance(change, Mapping) else slot for slot, change in entry.extend.items()]
     stage = f"{label}, {entry.stage}" if entry.stage else label
@@ -89,20 +90,20 @@ def _comparable(location: Path, rows: Sequence[report.Row]) -> list[report.Row]:
 
 
 def _on_same_text(some: Sequence[report.Row], others: Sequence[report.Row]) -> bool:
-    """Whether two evaluations scored equally many tokens at each of the same lengths, unless a model refused it."""
+    """Whether two evaluations have the same lengths and scored equally many tokens at each that no model refused."""
     one, other = _scored(some), _scored(others)
     return one.keys() == other.keys() and all(one[n] == other[n] or None in (one[n], other[n]) for n in one)
 
 
 def _scored(rows: Sequence[report.Row]) -> dict[int, tuple[int, int] | None]:
-    """By length of text: the number of tokens scored in windows and at their ends; None where the model refused."""
+    """The tokens scored in windows and at their ends, as numbers by length of text; None if the model refused it."""
     texts = [row for row in rows if "task" not in row]
     return {row["length"]: None if row["error"] else (row["window_tokens"], row["last_tokens"]) for row in texts}
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A saved run, and the config for its measurement. Without a `label` it is labelled as its scheme is."""
+    """A saved run, and the config for its measurement. Without a `label` it has the label of its scheme."""
 
     directory: Path
     config: Config
@@ -150,11 +151,11 @@ def _rows(
 ) -> Iterator[tuple[int, report.Row]]:
     """The rows of one entry, each with its run's number."""
     config, stage = found[0].run.config, found[0].stage
-    own = entry_in_stage(entry, config, stage)
-    scheme = evaluated_scheme(stage, own)
+    staged = entry_in_stage(entry, config, stage)
+    scheme = evaluated_scheme(stage, staged)
     # A rule draws positions from the run's own seed, so each run then needs its own program.
     for part in [found] if scheme.training_positions is None else [[each] for each in found]:
-        yield from _rows_of_program(part, held_out, own, scheme, mesh)
+        yield from _rows_of_program(part, held_out, staged, scheme, mesh)
 
 
 def _rows_of_program(
@@ -177,12 +178,13 @@ def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
     """The columns of a row that identify the measurement."""
     base = (found.run.label or found.stage.scheme.label) if entry.only_measured else None
     seed, length = found.run.config.seed, own_length(found.stage)
-    of = family(scheme_of(found.stage))
-    return {"label": entry.label, "base": base, "family": of, "seed": seed, "train_length": length, **_ending(found)}
+    kind = family(scheme_of(found.stage))
+    return {"label": entry.label, "base": base, "family": kind, "seed": seed, "train_length": length, **_ending(found)}
 
 
 def _ending(found: _Restored) -> dict[str, Any]:
-    """For a training that ends at a loss: that loss, and the updates it took, None if the loss was not reached."""
+    """The columns of a training that ends at a loss: the loss, the updates allowed, and those it took, None if the loss
+    was not reached. Empty for other trainings."""
     train = found.stage.train
     if not train.stop_loss:
         return {}
@@ -209,8 +211,8 @@ def _training(location: str | Path) -> dict[str, list] | None:
 
 
 def last_length(config: Config) -> int:
-    """The number of last tokens: the training length, for a curriculum that of its shortest rows; or the shortest of
-    ``evaluate.lengths``, if that is less or nothing is trained."""
+    """The number of last tokens that are scored: the training length, for a curriculum the length of its shortest rows;
+    or the shortest of ``evaluate.lengths``, if that is less or nothing is trained."""
     shortest = min(config.evaluate.lengths)
     if config.init.path and not config.steps:
         return shortest
@@ -242,12 +244,12 @@ def evaluation_documents(config: Config, trials: bool = False) -> list[np.ndarra
 
 def _in_words(row: report.Row) -> str:
     """A row as one line for the terminal."""
-    where = f"{row['label']} at {row['length']}"
+    prefix = f"{row['label']} at {row['length']}"
     if "task" in row:
         depth = "" if row["depth"] is None else f", depth {row['depth']:.2f}"
-        return f"{where}: {row['task']}{depth}: {row['error'] or format(row['accuracy'], '.1%')}"
+        return f"{prefix}: {row['task']}{depth}: {row['error'] or format(row['accuracy'], '.1%')}"
     last = "" if row["error"] else f", last tokens {row['last_perplexity']:.2f}"
-    return f"{where}: " + (row["error"] or f"perplexity {row['window_perplexity']:.2f}{last}")
+    return f"{prefix}: " + (row["error"] or f"perplexity {row['window_perplexity']:.2f}{last}")
 
 
 def measure_held_out(
@@ -271,8 +273,8 @@ def measure_tasks(predictor: Predictor, parameters: Any, config: Config) -> Iter
     vocabulary, sizes = _vocabulary(config), config.evaluate
     for name in sizes.tasks:
         for length in lengths_of(name, sizes, vocabulary):
-            given = (vocabulary, name, sizes.section(name), length, sizes.batch_tokens)
-            yield from measure_task(predictor, parameters, *given)
+            arguments = (vocabulary, name, sizes.section(name), length, sizes.batch_tokens)
+            yield from measure_task(predictor, parameters, *arguments)
 
 
 def _vocabulary(config: Config) -> Vocabulary:

@@ -45,8 +45,8 @@ class _Traced(rotary.FrequencyRule):
     def table(self, positions, *, head_dim=None, length=None, params=None, precision="exact"):
         plain = rotary.Plain(self.base).table(positions, head_dim=head_dim)
         scaled = rotary.rotary_table(positions, self.theta, attention_factor=self.factor)
-        kept = (as_array(positions) < self.first)[..., None]
-        return rotary.RotaryTable(*(jnp.where(kept, a, b) for a, b in zip(plain, scaled, strict=True)))
+        unscaled = (as_array(positions) < self.first)[..., None]
+        return rotary.RotaryTable(*(jnp.where(unscaled, a, b) for a, b in zip(plain, scaled, strict=True)))
 
 
 def search(
@@ -59,7 +59,7 @@ def search(
     seed: int = 0,
     log: Callable[[str], Any] = print,
 ) -> LongRoPE:
-    """Searches the long list for the RoPE of a run or a released model at ``length`` tokens.
+    """Searches LongRoPE's long list of factors for the RoPE of a run or a released model at ``length`` tokens.
 
     See ``posjax.rotary.longrope.search``.
 
@@ -72,7 +72,7 @@ def search(
     config = config_of(directory, overrides)
     plain = is_run(directory) or not config.scheme.extend
     check(plain, "scheme.extend: a search starts from the model as it is; leave it out")
-    scored = min(last_length(config), length)  # before `_at`, which changes it for a released model
+    scored = min(last_length(config), length)  # before `_at`, which would change it for a released model
     config = dataclasses.replace(config, evaluate=_at(config, length))
     mesh = mesh_for(config, rows=1)
     stage, model = restore(directory, config, mesh=mesh)

@@ -40,8 +40,8 @@ def pieces(documents: Sequence[Tokens], span: int, tokens: int) -> list[Tokens]:
 def full_pieces(documents: Sequence[Tokens], span: int, tokens: int, stride: int = 0) -> list[Tokens]:
     """The pieces of exactly `span + 1` tokens, at most `tokens // span` of them, evenly over all documents.
 
-    With a `stride` they overlap: each begins `stride` tokens after the one before in its document, so the last `stride`
-    targets of one piece are followed by those of the next.
+    With a `stride` they overlap: each piece begins `stride` tokens after the previous piece of its document, so the
+    last `stride` targets of one piece are followed by those of the next.
     """
     step = stride or span
     starts = [(document, start) for document in documents for start in range(0, len(document) - span, step)]
@@ -81,5 +81,5 @@ def _evenly(values: Sequence, count: int) -> list:
 
 
 def _share(wanted: int, total: int, count: int) -> int:
-    """How many of `count` items, with `total` together, have about `wanted`; at least one."""
+    """How many of `count` items, which have `total` tokens together, have about `wanted` tokens; at least one."""
     return count if wanted >= total else max(1, math.floor(wanted / total * count))

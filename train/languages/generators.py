@@ -97,15 +97,15 @@ def grid_neighbours(key: Key[Array, ""], length: Int[Array, ""], size: int) -> E
     direction = jax.random.randint(for_direction, (), 0, len(DIRECTIONS))
     colours = jax.random.randint(for_colours, size - 1, 0, COLOUR_COUNT)
     cell = jnp.arange(size - 1)
-    inside, here = cell < height * width, jnp.stack([cell // width, cell % width], axis=-1)
-    there = here + jnp.array(DIRECTIONS)[direction]
-    asked = inside & ((there >= 0) & (there < jnp.stack([height, width]))).all(-1)
-    target = colours[jnp.where(asked, there[:, 0] * width + there[:, 1], 0)]
+    inside, coordinates = cell < height * width, jnp.stack([cell // width, cell % width], axis=-1)
+    neighbours = coordinates + jnp.array(DIRECTIONS)[direction]
+    asked = inside & ((neighbours >= 0) & (neighbours < jnp.stack([height, width]))).all(-1)
+    target = colours[jnp.where(asked, neighbours[:, 0] * width + neighbours[:, 1], 0)]
     return Example(
         jnp.append(FIRST + COLOUR_COUNT + direction, jnp.where(inside, FIRST + colours, PAD)),
         jnp.append(0, jnp.where(asked, FIRST + target, 0)),
         jnp.append(False, asked),
-        jnp.pad(jnp.where(inside[:, None], here + 1, 0), ((1, 0), (0, 0))),
+        jnp.pad(jnp.where(inside[:, None], coordinates + 1, 0), ((1, 0), (0, 0))),
     )
 
 

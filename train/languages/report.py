@@ -45,7 +45,7 @@ def run(config: LanguagesConfig) -> list[dict[str, Any]]:
 
 
 def curves(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Accuracy by length, by scheme, of one language."""
+    """The accuracies of one language, by scheme and length."""
     found: dict[str, dict[int, float]] = {}
     for row in (row for row in rows if row["language"] == name):
         found.setdefault(row["label"], {})[row["length"]] = row["accuracy"]

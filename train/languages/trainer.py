@@ -42,8 +42,8 @@ def positions_of(rule: Rule, key: Key[Array, ""], example: Example, training: bo
         return {}
     if isinstance(rule, int):
         check(example.grid is not None and rule < 4, f"strings have one axis, grids two or three; found {rule}")
-        shown = example.grid.any(-1, keepdims=True).astype(jnp.int32)
-        return {"coordinates": jnp.concatenate([shown, example.grid], axis=-1)[..., -rule:]}
+        time = example.grid.any(-1, keepdims=True).astype(jnp.int32)
+        return {"coordinates": jnp.concatenate([time, example.grid], axis=-1)[..., -rule:]}
     batch, size = example.tokens.shape
     for_rule, for_gaps = jax.random.split(key)
     drawn = rule.draw(for_rule, batch, size) if training else rule.evaluate(size, key=for_rule, batch=batch)

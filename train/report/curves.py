@@ -24,7 +24,7 @@ from train.report.numbers import (
 _LARGEST_NLL = 700.0  # exp of more exceeds float64
 _TICKS = 10  # of the axis of positions
 _ROOM = 1.5  # range in nats of the figure of training
-_APART = 0.1  # standard deviation of accuracy from which a band would hide the single seeds
+_APART = 0.1  # above this standard deviation of accuracy a band would hide the single seeds
 
 
 def draw_by_position(rows: Sequence[Row]) -> bytes:

@@ -8,7 +8,7 @@ from train.report.numbers import Row, labels
 
 MOST = 8
 """The maximal number of lines in a panel."""
-_OWN = 4  # schemes of one training from which they get panels of their own, in a family of several panels
+_OWN = 4  # a training with at least this many schemes gets panels of its own, in a family of several panels
 
 
 @dataclass(frozen=True)

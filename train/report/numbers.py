@@ -11,7 +11,7 @@ Rows of perplexity, one for each (scheme, seed, length):
     window_perplexity   over whole windows;  window_tokens: how many tokens were scored;  window_nll: nats per token
     last_perplexity     of the last `last_length` tokens, with all context before them;  last_tokens
     sliding_perplexity  of the tokens that a sliding window uncovers, if asked for;  sliding_tokens
-    position_ends, position_nll   the tokens of `window` by where they stand, see `train.evaluate.perplexity`
+    position_ends, position_nll   the tokens of `window` by their position, see `train.evaluate.perplexity`
     tokens_per_second   evaluation, tokens computed
     train_tokens_per_second, peak_memory_bytes   of the training process; None for one that was not trained
     training            the held-out loss while it trained: lists of `tokens` seen and `held_out_loss`; or None
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 MEASURES = ("window", "last", "sliding")
 FEW, FEW_TOKENS = 32, 256
-"""The least number of windows for a curve of tokens at one position in windows, and of tokens for each point of it."""
+"""For a curve of tokens at one position in windows: the least number of windows, and of tokens for each point."""
 _CLEAR = 0.05  # the least advantage in accuracy over guessing that is worth a figure
 
 
@@ -60,7 +60,7 @@ def perplexity_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def training_length_loss(rows: Sequence[Row]) -> float:
-    """Nats per token of one training at its length, or at the next that was measured; infinite if it diverged."""
+    """Nats per token of one training at its length, or at the next longer one measured; infinite if it diverged."""
     texts = perplexity_rows(rows)
     reached = [row for row in texts if row.get("length", 0) >= row.get("train_length", 0)]
     first = min(reached, key=lambda row: row.get("length", 0), default=texts[-1])
@@ -94,12 +94,12 @@ def train_length(rows: Sequence[Row]) -> int | None:
 
 
 def windows(row: Row) -> int:
-    """The number of windows behind a row of perplexity."""
+    """The number of windows that a row of perplexity was computed from."""
     return (row.get("window_tokens") or 0) // row["length"]
 
 
 def endings(rows: Sequence[Row]) -> int:
-    """The maximal number of windows behind the last tokens' numbers."""
+    """The maximal number of windows that the numbers of the last tokens were computed from."""
     return max(row.get("last_tokens") or 0 for row in rows) // last_length(rows)
 
 
@@ -137,7 +137,7 @@ def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Es
     """NLL by position for one scheme: the ends of its parts, and the NLL of each part.
 
     At the longest length with numbers and at least `FEW` windows. A part of fewer than `FEW_TOKENS` tokens has no
-    number. Empty if no part has one.
+    number. Empty if no part has a number.
     """
     mine = [
         row

@@ -98,12 +98,12 @@ def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
 
 def _caption(text: str, rows: Sequence[Row]) -> str:
     """The text, and the explanation that all line figures of these rows share."""
-    said = {
+    sentences = {
         "Dashed: not retrained.": any(row["base"] for row in rows),
         f"Grey, in every panel: {baseline(rows)}. All panels have the same axes.": len(labels(rows)) > MOST,
         _SEEDS: len({row["seed"] for row in rows}) > 1,
     }
-    return " ".join([text, *(sentence for sentence, is_so in said.items() if is_so)])
+    return " ".join([text, *(sentence for sentence, is_so in sentences.items() if is_so)])
 
 
 _SEEDS = "Bands are one standard deviation over seeds; where seeds differ widely each is a thin line beside the mean."

@@ -11,7 +11,7 @@ from train.report.numbers import Estimate, Row, each_seed
 Points = Mapping[float, Estimate]
 
 COLUMNS = 2  # side by side
-_APART = 0.25  # standard deviation over mean from which a band would hide the single seeds
+_APART = 0.25  # above this ratio of standard deviation to mean a band would hide the single seeds
 
 
 def new(count: int, columns: int = COLUMNS, *, above: float = 0.0) -> tuple[Any, list[Any]]:
@@ -68,7 +68,7 @@ def around(
     above: Sequence[str] = (),
     below: Sequence[str] = (),
 ) -> None:
-    """The titles of the axes, at the outer panels only; a title and lines of text above, lines of text below."""
+    """Adds the titles of the axes, at the outer panels only; a title and text above the panels; and text below them."""
     for panel in panels:
         spec = panel.get_subplotspec()
         is_lowest = spec.rowspan.stop == spec.get_gridspec().nrows or panel in panels[-spec.get_gridspec().ncols :]

@@ -28,7 +28,7 @@ def _of_seeds(rows: Sequence[Row]) -> list[int | None]:
 
 
 def survival(updates: Sequence[int | None], most: int) -> list[tuple[int, float]]:
-    """Corners of the share of trainings that have not reached the loss, from update 0 to the last.
+    """Corners of the step curve of the share of trainings that have not reached the loss, from update 0 to the last.
 
     ``S(u) = #{trainings that need more than u updates} / #{trainings}``, the Kaplan-Meier estimate if all are observed
     to the same end.
@@ -50,7 +50,7 @@ def updates_to_loss(rows: Sequence[Row]) -> list[Table]:
 
 
 def note(rows: Sequence[Row]) -> list[str]:
-    """A line on the seeds that count in tasks, if some do not."""
+    """A line that says how many seeds count in the tasks; empty if all do."""
     short = {label: mine for label, mine in times(rows).items() if None in mine}
     counts = ", ".join(f"{label} {_count(mine)} of {len(mine)}" for label, mine in short.items())
     if not counts:

@@ -55,7 +55,7 @@ def lines(rows: Sequence[Row], labels: Sequence[str] = (), reference: str | None
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of this size in inches, 150 pixels each, with room for everything and a margin."""
+    """An empty figure of this size in inches, with 150 pixels per inch; its layout fits all texts, with a margin."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

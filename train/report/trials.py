@@ -2,7 +2,7 @@
 
 Rows of trials have the columns of perplexity, and
 
-    learning_rate, position_factor   what was tried;  chosen: whether the scheme's seeds were trained so
+    learning_rate, position_factor   what was tried;  chosen: whether the scheme's seeds were trained with it
 """
 
 from collections.abc import Sequence

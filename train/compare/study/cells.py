@@ -47,14 +47,15 @@ class Cell:
     """One measurement.
 
     Args:
-        model_digest: of the model; see `digest_of_model`.
+        model_digest: the hash of the model; see `digest_of_model`.
         entry: the extension.
-        extend: its slots with all options, at this length; those of the entry if they do not fit the model.
-        refusal: why they do not fit; empty if they do.
+        extend: the slots of the extension with all options at this length; those of the entry if they do not fit the
+          model.
+        refusal: why the slots do not fit; empty if they do.
         kind: ``"text"`` or ``"passkey"``.
-        length: in tokens.
+        length: the length in tokens.
         text: the text to read, for a cell of text.
-        depth: of the pass key, for a cell of that kind.
+        depth: the depth of the pass key, for a cell of that kind.
         sizes: all other settings that determine the numbers.
     """
 
@@ -105,8 +106,8 @@ def cells_of(
     """All cells: those of text, then those of the pass key if ``evaluate.tasks`` names it.
 
     Args:
-        config: of the study.
-        model_digest: of the model.
+        config: the config of the study.
+        model_digest: the hash of the model.
         entries: the extensions, with the factors found by searches.
         texts: the texts to read.
     """
@@ -177,14 +178,14 @@ def _file_digest(name: str) -> str:
 
 
 def finished_rows(directory: Path) -> list[dict[str, Any]]:
-    """The finished results, of earlier versions too. An incomplete last line, left by an interruption, is dropped."""
+    """The finished results, also of earlier versions. An incomplete last line, left by an interruption, is dropped."""
     location = directory / RESULTS
     lines = location.read_text(encoding="utf-8").split("\n") if location.exists() else [""]
     return [migrated(json.loads(line)) for line in lines[:-1] if line]
 
 
 def append_row(directory: Path, row: Mapping[str, Any]) -> None:
-    """Adds a result. The file is written anew: an incomplete last line is dropped, old rows get the names of today."""
+    """Adds a result. The file is written anew: an incomplete last line is dropped, old rows get the current names."""
     write_rows(directory / RESULTS, [*finished_rows(directory), row])
 
 
@@ -200,7 +201,7 @@ def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] |
 
 
 def _ignored(config: Config) -> dict[str, bool]:
-    """For keys of a training or of another kind of evaluation, whether the config sets them."""
+    """Whether the config sets keys that a study does not read: those of a training or of another kind of evaluation."""
     return {
         "stages": bool(config.stages),
         "train.mesh": config.train.mesh != MeshConfig(),

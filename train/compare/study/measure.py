@@ -29,7 +29,7 @@ _SEED = 7
 def measure(config: Config, model: nnx.Module, cell: Cell, mesh: Mesh | None = None) -> dict[str, Any]:
     """The numbers of a cell. A ValueError of the model or the scheme becomes the ``error``.
 
-    Computed over the devices of a mesh, if the model is split over one.
+    If the model is sharded over a mesh, the devices of the mesh compute together.
     """
     if cell.refusal:
         return {"error": cell.refusal}

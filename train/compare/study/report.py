@@ -143,7 +143,7 @@ def _finding(config: Config, rows: Sequence[Row], length: int) -> str:
 
 
 def _difference(rows: Sequence[Row], length: int, best: str, other: str) -> str:
-    """By how much one is behind, in words: the mean over texts, its standard error, and the number of texts."""
+    """By how much an extension is behind the best, in words: mean over texts, its standard error, number of texts."""
     one, two = losses(rows, best, length), losses(rows, other, length)
     behind = [two[text] - one[text] for text in sorted(shared_texts(rows, length))]
     if len(behind) < 2:
@@ -299,13 +299,13 @@ def _draw_positions(panel: Any, config: Config, rows: Sequence[Row], looks: Mapp
         mine = [row for row in rows if (row["label"], row["length"]) == (name, longest) and row["text"] in texts]
         before = mine[0]["position_ends"]
         means = [statistics.fmean(row["position_nll"][n] for row in mine) for n in range(len(before))]
-        kept = [(end, mean) for end, mean in zip(before, means, strict=True) if end >= 16]
-        if not kept:
+        points = [(end, mean) for end, mean in zip(before, means, strict=True) if end >= 16]
+        if not points:
             continue
-        (line,) = panel.plot(*zip(*kept, strict=True), color=look.colour, linewidth=1.6)
+        (line,) = panel.plot(*zip(*points, strict=True), color=look.colour, linewidth=1.6)
         line.set_dashes(look.dashes or (None, None))
-        ends.name(panel, name, look.colour, *zip(*kept, strict=True))
-        later += [mean for end, mean in kept if end >= 64]
+        ends.name(panel, name, look.colour, *zip(*points, strict=True))
+        later += [mean for end, mean in points if end >= 64]
     _axis(panel, later)
     panel.set_xscale("log", base=2)
     panel.axvline(own_length(config), color="#555555", linestyle=":", linewidth=1.3)

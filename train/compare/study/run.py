@@ -227,8 +227,8 @@ def _new_name(name: str, texts: Sequence[StudyText]) -> str:
 def _open_directory(config: Config, directory: Path) -> None:
     """Creates the directory, with the config. Raises ValueError if it has other content than this study."""
     if directory.exists() and any(directory.iterdir()):
-        where = f"{directory} has files that are not of a study; choose another name"
-        check((directory / "config.yaml").is_file() and (directory / RESULTS).exists(), where)
+        message = f"{directory} has files that are not of a study; choose another name"
+        check((directory / "config.yaml").is_file() and (directory / RESULTS).exists(), message)
         saved = read_config(directory)
         check(not saved.steps, f"{directory} holds a comparison of schemes that were trained; choose another name")
         other = f"{directory} holds the study of another model, {saved.init.path}; choose another name"

@@ -31,9 +31,9 @@ class Search:
     """The search of a study.
 
     Args:
-        config: of the study.
-        model_digest: of the model.
-        tokens: one text of the length that is searched for, with the token that is predicted last.
+        config: the config of the study.
+        model_digest: the hash of the model.
+        tokens: one text of the length that is searched for, with one more token, the last target.
         effort: the size of the search.
     """
 
@@ -53,7 +53,7 @@ class Search:
         return min(scored(self.config), self.length)
 
     def refusal(self, entry: SchemeConfig) -> str:
-        """Why no search is possible for an entry: its model allows none, or the extension does not fit it."""
+        """Why no search is possible for an entry: the model allows none, or the extension does not fit the model."""
         try:
             check_searchable(self.config)
             extension_of(self.config, with_factors(entry, {"long_factor": ()}), self.length)
@@ -86,7 +86,7 @@ class Search:
         nll = {row["rule"]: row["nll"] for row in tried}
 
         def remembered(fitness: Callable[[LongRoPE], float]) -> Callable[[LongRoPE], float]:
-            def of(rule: LongRoPE) -> float:
+            def cached(rule: LongRoPE) -> float:
                 name = json.dumps([rule.long_factor, rule.unscaled_first])
                 if name not in nll:
                     nll[name] = fitness(rule)
@@ -94,18 +94,18 @@ class Search:
                     keep({"kind": TRIED, **self.key, "rule": name, "nll": nll[name]})
                 return nll[name]
 
-            return of
+            return cached
 
-        given = (self.config, model, [self.tokens], self.length, self.effort, self.scored)
+        arguments = (self.config, model, [self.tokens], self.length, self.effort, self.scored)
         with on(mesh):
-            rule = search_factors(*given, remembered, mesh).rule
+            rule = search_factors(*arguments, remembered, mesh).rule
         options = options_of(rule)
         keep({"kind": CHOSEN, **self.key, "effort": dataclasses.asdict(self.effort), "options": options})
         return options
 
 
 def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfig:
-    """An entry that needs a search, with its result."""
+    """The entry that needed a search, with the options that the search found."""
     change = entry.extend["frequencies"]
     return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
 

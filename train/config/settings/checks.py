@@ -25,7 +25,7 @@ def check_fraction(name: str, value: float) -> None:
 
 
 def unknown(path: str, found: Any, known: Sequence[str], what: str) -> ValueError:
-    """The error for a name that is not known, with the nearest one that is."""
+    """The error for an unknown name, which suggests the nearest known one."""
     listed = map(repr, known) if any("," in name for name in known) else known
     return ValueError(f"{path}: unknown {what} {found!r}{nearest(str(found), known)} (known: {', '.join(listed)})")
 

@@ -29,7 +29,7 @@ class DataConfig:
     mixture: tuple[SourceConfig, ...] = ()  # instead of `paths`: several, with weights
     text_key: str = "text"  # the key or column of the text
     held_out: float = 0.05  # share of the documents kept from training, for evaluation
-    held_out_tokens: int = 2**26  # the most tokens that are held out, 64 Mi; at least one document is
+    held_out_tokens: int = 2**26  # the most tokens that are held out, 64 Mi; at least one document is held out
     tokenizer: str = "bytes"  # or a tokenizer.json of Hugging Face, a .model of SentencePiece, or a GGUF file
     special_tokens: Literal["added", "own"] = (
         "added"  # added: new ids for those of the four that a tokenizer lacks; own: only those that it has

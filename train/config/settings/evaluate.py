@@ -27,7 +27,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The sizes that every task has. Every model gets the same cases, whatever its seed."""
+    """The sizes that every task has. Every model gets the same cases, with any seed."""
 
     lengths: tuple[int, ...] = ()  # in tokens, with the answer; if empty, `evaluate.lengths` that are long enough
     cases: int = 20  # at each length, or at each depth of each length
@@ -70,7 +70,7 @@ class NeedlesConfig(DepthConfig):
 
 @dataclass(frozen=True)
 class VariablesConfig(TaskConfig):
-    """Chains of variables, each set to the one before."""
+    """Chains of variables, each set to the value of the previous one."""
 
     chains: int = 2  # one of which is asked for
     hops: int = 2  # variables of a chain after its first
@@ -113,7 +113,7 @@ class EvaluateConfig:
     tokens: int = 131072  # tokens measured at each length
     batch_tokens: int = 4096  # tokens computed at a time, by all devices together
     mesh: EvaluateMesh | None = None  # default: all devices; rows over as many as possible, each row over the rest
-    stride: int = 0  # tokens by which a sliding window moves, which it scores; 0: no sliding windows
+    stride: int = 0  # tokens by which a sliding window moves, and which are scored; 0: no sliding windows
     tasks: tuple[str, ...] = ()
     passkey: PasskeyConfig = field(default_factory=PasskeyConfig)
     passkey_tokens: PasskeyTokensConfig = field(default_factory=PasskeyTokensConfig)

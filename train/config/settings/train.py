@@ -19,7 +19,7 @@ class MeshConfig:
     `data`.
     """
 
-    key = "train.mesh"  # in messages
+    key = "train.mesh"  # the name of this section in messages
 
     replica: int = 1  # slices of a multi-slice pod, connected by the data-centre network
     data: int = -1
@@ -78,7 +78,7 @@ class TrainConfig:
     length: int = 32
     batch_tokens: int = 2048  # tokens of a batch, over all devices
     accumulate: int = 1  # parts of a batch, computed one after the other
-    steps: int = 700  # 0 measures a released model as it is
+    steps: int = 700  # 0 measures a released model without training
     stop_loss: float = 0.0  # the run ends at the first logged loss below this, in nats per token; 0: after all steps
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
     learning_rate: float = 3e-3  # the peak, reached after warm-up
@@ -102,14 +102,14 @@ class TrainConfig:
     checkpoint_every: int = 500
     keep: int = 2  # how many of the newest checkpoints are kept
     local_every: int = 0  # steps between checkpoints on a disk of each host; 0: none
-    local_folder: str = ""  # where, on every host
+    local_folder: str = ""  # the folder of these checkpoints on every host
     log_every: int = 10
     mesh: MeshConfig = field(default_factory=MeshConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
 
     def __post_init__(self):
         check_positive("train", self, "length", "batch_tokens", "learning_rate", "clip_norm")
-        check(self.steps >= 0, f"train.steps must be positive, found {self.steps}")
+        check(self.steps >= 0, f"train.steps must be at least 0, found {self.steps}")
         check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
         check_positive("train", self, "accumulate", "loss_chunks", "stop_after_skips")
         for name in ("z_loss", "spike_factor", "stop_loss", "redraw_every", "weight_decay", "local_every"):

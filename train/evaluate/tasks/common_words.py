@@ -49,7 +49,7 @@ def frequent_words(
     the largest integer for which the list fits and the words asked for differ in their counts.
 
     Asked for: the `frequent` most frequent ones, the most frequent first. Raises ValueError for a length that is too
-    short for any such number.
+    short for any such c.
     """
     most = math.ceil((2 * length) ** (1 / power))  # words with round(c n**-power) > 0, for c equal to the length
     words = list(itertools.islice(_made_up(generator), frequent + 1 + min(length, most)))

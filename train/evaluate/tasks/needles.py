@@ -44,7 +44,7 @@ def needle_multi_value(
 def needle_multi_query(
     generator: np.random.Generator, vocabulary: Vocabulary, length: int, queries: int, digits: int
 ) -> Sample:
-    """`queries` things with a number each; all numbers are asked for, thing by thing, in an order of their own."""
+    """`queries` things with a number each; all numbers are asked for, thing by thing, in a random order."""
     pairs = list(zip(_things(generator, queries), _numbers(generator, queries, digits), strict=True))
     asked = [pairs[index] for index in generator.permutation(queries)]
     question = f"\nWhat are the numbers of the {', the '.join(thing for thing, _ in asked)}? They are"

@@ -33,7 +33,7 @@ def passkey(
     """`length - new_tokens` tokens: an opening, a share `depth` of the filler, the fact, the rest of the filler, the
     question. The key is uniform over the integers of five digits; the filler repeats five sentences in their order.
 
-    Raises ValueError for a length that does not hold it.
+    Raises ValueError for a length that is too short.
     """
     key = str(generator.integers(10_000, 100_000))
     fact = f"The pass key is {key}. Remember it. {key} is the pass key. "
@@ -50,7 +50,7 @@ def passkey_tokens(
 
     The marker is random too and appears nowhere else. A share `depth` of the other symbols is before it.
 
-    Raises ValueError for a length that does not hold it.
+    Raises ValueError for a length that is too short.
     """
     marker, *others = generator.permutation(vocabulary.symbols)
     idle = length - 1 - 2 * (1 + key_tokens)

@@ -19,8 +19,8 @@ from train.evaluate.tasks.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Task:
-    """A generator of samples, or of prompts that a model continues. Its sizes are those of the config section that it
-    names."""
+    """A generator of samples, or of prompts that a model continues. Its sizes are read from its section of the
+    config, see `SECTIONS`."""
 
     draw: Callable[..., Sample | Prompt]
 
@@ -71,9 +71,9 @@ def cases(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -
     sizes = {size: getattr(section, size) for size in task.sizes if size != "depth"}
     depths = np.linspace(0, 1, section.depths).tolist() if task.has_depth else [None]
     for number, depth in enumerate(depths):
-        given = sizes | ({} if depth is None else {"depth": depth})
+        arguments = sizes | ({} if depth is None else {"depth": depth})
         generator = np.random.default_rng([zlib.crc32(name.encode()), length, number])
-        yield Cases(depth, tuple(task.draw(generator, vocabulary, length, **given) for _ in range(section.cases)))
+        yield Cases(depth, tuple(task.draw(generator, vocabulary, length, **arguments) for _ in range(section.cases)))
 
 
 def lengths_of(name: str, config: EvaluateConfig, vocabulary: Vocabulary) -> tuple[int, ...]:

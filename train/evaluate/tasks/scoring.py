@@ -19,7 +19,7 @@ from train.runtime.lines import in_a_line
 
 
 class _Refused(Exception):
-    """The message of a model that refuses a length."""
+    """Raised if a model refuses a length, with the message of the model."""
 
 
 def measure_task(
@@ -33,9 +33,9 @@ def measure_task(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of results for the task at this length, or one for each of its depths.
 
-    `accuracy` is the mean over cases of the share of answers that are right; `chance` is that of guessing, None if it
-    is nearly 0. If the model refuses a length with ValueError, or its logits are not finite, the rows have that as
-    their `error`. The model is compiled once, for batches of about `batch_tokens` tokens.
+    `accuracy` is the mean over cases of the share of answers that are right; `chance` is the accuracy of guessing, None
+    if it is nearly 0. If the model refuses a length with ValueError, or its logits are not finite, the rows have that
+    as their `error`. The model is compiled once, for batches of about `batch_tokens` tokens.
     """
     groups = list(cases(name, section, vocabulary, length))
     samples = [sample for group in groups for sample in group.samples]
@@ -85,7 +85,7 @@ def _likeliest(predictor: Predictor, parameters: Any, tokens: Any, at: Any) -> A
 
 
 def _share(sample: Sample, positions: Int[np.ndarray, "positions"], found: Int[np.ndarray, "more"]) -> float:
-    """The share of answers of which all tokens were found; NaN if any was `NOT_FINITE`."""
+    """The share of answers of which all tokens were found; NaN if a found token is `NOT_FINITE`."""
     found = found[: len(positions)]
     if (found == NOT_FINITE).any():
         return np.nan
@@ -123,7 +123,7 @@ def _holds(vocabulary: Vocabulary, prompt: Prompt, text: Int[np.ndarray, "new"])
 
 
 def _batched(predictor: Predictor, function: Any, rows: int, *arrays: np.ndarray) -> np.ndarray:
-    """``function(*arrays)`` in batches of about `rows` rows; the last one is filled up with its last row.
+    """``function(*arrays)`` in batches of about `rows` rows; the last batch is filled up with copies of its last row.
 
     Raises _Refused if the model refuses the length.
     """

@@ -80,7 +80,7 @@ def compose(
 
     With `room` the text ends that many tokens earlier, for an answer to be generated.
 
-    Raises ValueError for a length that is too short for them with some filling.
+    Raises ValueError for a length that is too short for these parts and some filling.
     """
     first = [vocabulary.begin, vocabulary.tokens(opening)]
     last = [(vocabulary.tokens(text), answer) for text, answer in ending]

@@ -21,9 +21,9 @@ def variable_tracking(
     """
     names = _names(generator, chains * (hops + 1))
     values = generator.choice(np.arange(10_000, 100_000), chains, replace=False).tolist()
-    which = generator.permutation(np.repeat(np.arange(chains), hops + 1))  # the chain of every line
+    chain_of_line = generator.permutation(np.repeat(np.arange(chains), hops + 1))
     lines, members = [], [[] for _ in range(chains)]
-    for chain, name in zip(which, names, strict=True):
+    for chain, name in zip(chain_of_line, names, strict=True):
         source = members[chain][-1] if members[chain] else values[chain]
         lines.append(f"Let {name} = {source}. ")
         members[chain].append(name)
