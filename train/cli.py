@@ -119,10 +119,10 @@ def verify(path: str, overrides: Sequence[str]) -> int:
     """read every checkpoint of a run completely, and report damage"""
     directory = _run_of(path, overrides)
     from train.checkpoint.verify import verify
-    from train.runtime.distributed import processes, told_once
+    from train.runtime.distributed import print_once, processes
 
     with processes():
-        whole = verify(directory, told_once())
+        whole = verify(directory, print_once())
     return 0 if whole else DAMAGED
 
 

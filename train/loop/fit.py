@@ -63,13 +63,14 @@ class FitResult:
       directory: the run directory.
       steps: updates done, of all stages; fewer than the config says if the run was interrupted or reached its
         ``train.stop_loss``.
-      finished: whether all of them are done, or the loss was reached.
+      finished: whether all updates are done, or the ``train.stop_loss`` was reached.
       final_loss: the training loss of the last update that was logged, in nats per token.
-      tokens_per_second: training tokens of all devices per second of wall time, of the last process that trained,
-        without the first `WARM_STEPS` steps of every stage, checkpoints included.
-      seconds: what its wall-clock time was spent on, over all processes that trained the run; see
+      tokens_per_second: training tokens of all devices per second of wall time, in the last process that trained the
+        run. The first `WARM_STEPS` steps of every stage are left out; checkpoints are included.
+      seconds: what the run's wall-clock time was spent on, over all processes that trained the run; see
         `train.monitor.goodput`.
-      peak_memory_bytes: the peak memory of that process, as `train.monitor.meter.peak_memory_bytes` measures it.
+      peak_memory_bytes: the peak memory of the last process that trained the run, as
+        `train.monitor.meter.peak_memory_bytes` measures it.
     """
 
     directory: Path
@@ -82,11 +83,11 @@ class FitResult:
 
 
 def fit(config: Config, directory: str | Path | None = None, *, progress: str | None = None) -> FitResult:
-    """Trains the config in `directory` (its own by default), resuming what is saved there, and saves the result.
+    """Trains the config in `directory` (by default the config's), resuming what is saved there, and saves the result.
 
-    A finished run is returned as it is. SIGINT (Ctrl-C), SIGTERM and a pod's notice of preemption save a checkpoint and
-    return. The same call then resumes as if there had been no interruption: bit for bit on the same devices. `progress`
-    is the label under which progress is shown; None shows nothing.
+    Of a finished run the saved result is returned. SIGINT (Ctrl-C), SIGTERM and a pod's notice of preemption save a
+    checkpoint and return. The same call then resumes as if there had been no interruption: bit for bit on the same
+    devices. `progress` is the label under which progress is shown; None shows nothing.
 
     Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, for an
     invalid mesh, batch or stage, or for a directory of another config.
@@ -99,7 +100,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     check_monitor(config)
     enable_compilation_cache(config.monitor.compilation_cache)
     log = print if progress and jax.process_index() == 0 else lambda _: None
-    # Not shown to a resumed run: with flags other than those it began with it would not be the same bit for bit.
+    # Not shown for a resumed run: with other flags than at its start, its result would not be the same bit for bit.
     if not is_started(directory) and (advice := flags.advice(jax.devices()[0].device_kind)):
         log(advice)
     stages = prepare(config, log)
@@ -177,16 +178,18 @@ def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
             if stage.scheme.name == RELEASED and stage.scheme.options:
                 which = f"stage {config.stage_names[number]}: " if config.stages else ""
                 log(f"{which}the released scheme, {_in_words(trained_changes(stage, stage.scheme))}")
-            if whole := replicated_parameters(stage, built[-1][1]):
-                log(f"warning: {whole}")
+            if message := replicated_parameters(stage, built[-1][1]):
+                log(f"warning: {message}")
         except ValueError as error:
             raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
     for line in decide(lambda: warnings_of_shared_text(config)):
         log(f"warning: {line}")
-    firsts = itertools.accumulate((own.train.steps for own, _, _ in built), initial=0)
+    firsts = itertools.accumulate((each.train.steps for each, _, _ in built), initial=0)
     return [
-        Stage(number, first, own, mesh, program, placement(own, mesh).layout, training_rows(own, log), _held_out(own))
-        for number, (first, (own, mesh, program)) in enumerate(zip(firsts, built, strict=False))
+        Stage(
+            number, first, each, mesh, program, placement(each, mesh).layout, training_rows(each, log), _held_out(each)
+        )
+        for number, (first, (each, mesh, program)) in enumerate(zip(firsts, built, strict=False))
     ]
 
 
@@ -208,7 +211,7 @@ def _held_out(config: Config) -> Any:
 
 
 def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:
-    """The program of a stage, traced; errors of attention or the loss are raised here."""
+    """A stage's config, mesh and program. The program is traced, so errors of attention or the loss are raised here."""
     train = config.train
     check(train.steps > 0, "train.steps is 0: there is nothing to train; use evaluate or compare to measure the model")
     check_model(config)
@@ -260,9 +263,9 @@ class Run:
             first += 1
         for stage in self.stages[first:]:
             with jax.set_mesh(stage.mesh):
-                step, learned = self._train_stage(stage, saved)
+                step, reached_loss = self._train_stage(stage, saved)
             if self.stop.is_set():
-                return step, learned or step == self.config.steps
+                return step, reached_loss or step == self.config.steps
             saved = Checkpoint(step, stage.number, None)
         return step, True
 
@@ -280,7 +283,7 @@ class Run:
         stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
         state, step = self._first_state(stage, saved, stream)
         evaluate = _Evaluation(stage, self.config.monitor, step) if stage.held_out else None
-        warm, learned = step + min(WARM_STEPS, stage.last_step - step - 1), False
+        warm, reached_loss = step + min(WARM_STEPS, stage.last_step - step - 1), False
         self.monitor.pause()
         if warm == step:
             self.monitor.begin()
@@ -300,8 +303,8 @@ class Run:
                 with goodput.spending("evaluate"):
                     measured = evaluate.measure(step, state.parameters) if evaluate else {}
                 self._log(stage, step, metrics, batch.segment_ids, measured)
-                learned = float(metrics.loss) < train.stop_loss
-            last = last or learned
+                reached_loss = float(metrics.loss) < train.stop_loss
+            last = last or reached_loss
             if last or (step - stage.first_step) % train.checkpoint_every == 0:
                 _refuse_divergence(stage, step, metrics)
                 with goodput.spending("checkpoint"):
@@ -312,7 +315,7 @@ class Run:
                     self.local.save(step, stage.number, state, stream.get_state())
             if last:
                 break
-        return step, learned
+        return step, reached_loss
 
     def _first_state(self, stage: Stage, saved: Checkpoint | None, stream: Any) -> tuple[TrainState, int]:
         """The state to start from: the saved one, that of the saved parameters of the stage before, or a new one."""
@@ -330,11 +333,11 @@ class Run:
         """The first state of a stage from the last one of the stage before it."""
         before = self.stages[saved.stage].config
         abstract = build_program(before, stage.mesh).abstract
-        turned = jax.jit(partial(convert, before, stage.config))
+        converted = jax.jit(partial(convert, before, stage.config))
         if not stage.config.train.keep_moments:
-            return stage.program.begin(turned(self.checkpoints.restore_parameters(saved, abstract.parameters)))
+            return stage.program.begin(converted(self.checkpoints.restore_parameters(saved, abstract.parameters)))
         last = self.checkpoints.restore(saved, abstract)
-        begun = stage.program.begin(turned(last.parameters))
+        begun = stage.program.begin(converted(last.parameters))
         return replace(begun, optimizer=kept_moments(last.optimizer, begun.optimizer))
 
     def _log(self, stage: Stage, step: int, metrics: StepMetrics, segment_ids: np.ndarray, measured: dict) -> None:
@@ -370,7 +373,7 @@ def finite(value: Any) -> float | None:
 
 
 class _Evaluation:
-    """The loss of held-out rows at the training length, every so many steps."""
+    """The loss of held-out rows at the training length, every ``monitor.evaluate_every`` steps."""
 
     def __init__(self, stage: Stage, monitor: MonitorConfig, step: int):
         train, rows = stage.config.train, stage.held_out
@@ -396,8 +399,8 @@ class _Evaluation:
 def _refuse_divergence(stage: Stage, step: int, metrics: StepMetrics) -> None:
     """Raises Diverged for a diverged training, before its values are written or saved."""
     in_row = int(metrics.skipped_in_row)
-    never = in_row == step - stage.first_step and step == stage.last_step
-    if in_row >= stage.config.train.stop_after_skips or never:
+    no_update = in_row == step - stage.first_step and step == stage.last_step
+    if in_row >= stage.config.train.stop_after_skips or no_update:
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
         raise Diverged(
             f"training diverged: at step {step} the loss is {loss} and the norm of its gradient {norm}, and {in_row} "

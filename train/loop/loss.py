@@ -85,8 +85,8 @@ def _parts(head, chunks: int):
 
 def _is_label(label, part, chunks: int, columns: int):
     """Which logit of a part is the label's, as booleans."""
-    here = jnp.where(label % chunks == part, label // chunks, -1)
-    return here[..., None] == jnp.arange(columns)
+    column = jnp.where(label % chunks == part, label // chunks, -1)
+    return column[..., None] == jnp.arange(columns)
 
 
 def _bias_parts(bias, chunks: int):
@@ -104,8 +104,8 @@ def _in_chunks(chunks: int, finish: Finish, hidden, head, bias, label):
         logits = finish(_products(hidden, columns), own_bias)
         risen = jnp.maximum(highest, logits.max(-1))
         total = total * jnp.exp(highest - risen) + jnp.exp(logits - risen[..., None]).sum(-1)
-        own = _is_label(label, number, chunks, logits.shape[-1])
-        return (risen, total, picked + jnp.where(own, logits, 0).sum(-1)), None
+        is_label = _is_label(label, number, chunks, logits.shape[-1])
+        return (risen, total, picked + jnp.where(is_label, logits, 0).sum(-1)), None
 
     blank = jnp.zeros(label.shape, jnp.float32)
     start = (jnp.full(label.shape, -jnp.inf), blank, blank)
@@ -127,8 +127,8 @@ def _in_chunks_backward(chunks: int, finish: Finish, saved, cotangents):
     def part(d_hidden, chunk):
         number, columns, own_bias = chunk
         logits, through_finish = jax.vjp(finish, _products(hidden, columns), own_bias)
-        own = _is_label(label, number, chunks, columns.shape[-1])
-        d_logits = jnp.exp(logits - normaliser[..., None]) * d_normaliser + jnp.where(own, d_picked, 0)
+        is_label = _is_label(label, number, chunks, columns.shape[-1])
+        d_logits = jnp.exp(logits - normaliser[..., None]) * d_normaliser + jnp.where(is_label, d_picked, 0)
         d_products, d_bias = through_finish(d_logits)
         d_products = d_products.astype(hidden.dtype)
         d_hidden = d_hidden + jnp.matmul(d_products, columns.T, preferred_element_type=jnp.float32)

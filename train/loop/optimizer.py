@@ -13,11 +13,11 @@ from posjax.nn.huggingface.load import named_parameters
 from train.config import TrainConfig
 from train.model.state import is_axis_names, is_matrix
 
-TRAINED, FROZEN = "moves", "stays"  # as they are in saved checkpoints
+TRAINED, FROZEN = "moves", "stays"  # keys of the optimizer's state, so also in saved checkpoints
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """The rate of update number n, from 0: linear up to the peak, reached by update ``warmup_steps``, then by
+    """The rate of update number n, counted from 0: linear up to the peak at ``n = warmup_steps - 1``, then by
     ``schedule``. The rate of the first update is above 0.
 
     ``cosine`` is half a cosine and ``linear`` a line, both down to the final share of the peak at the last update;
@@ -54,11 +54,11 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
 
 
 def scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.GradientTransformation:
-    """Multiplies every update of an optimizer by the factor of its parameter; the state is that of the optimizer."""
+    """Multiplies every update of an optimizer by the factor of its parameter; the state is unchanged."""
 
     def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
         updates, state = optimizer.update(gradients, state, parameters)
-        return jax.tree.map(lambda factor, own: factor * own, factors, updates), state
+        return jax.tree.map(lambda factor, change: factor * change, factors, updates), state
 
     return optax.GradientTransformation(optimizer.init, update)
 
@@ -75,7 +75,7 @@ def factors(config: TrainConfig, axes: Any) -> Any:
 
 
 def kept_moments(before: Any, begun: Any) -> Any:
-    """The state of an optimizer, with the schedule's count taken from the state that another stage has begun."""
+    """The optimizer's state `before` a stage, with the schedule's count taken from the state `begun` by the stage."""
     return jax.tree.map(lambda new, old: new if _is_schedule(new) else old, begun, before, is_leaf=_is_schedule)
 
 
@@ -84,11 +84,11 @@ def _is_schedule(node: Any) -> bool:
 
 
 def param_labels(config: TrainConfig, axes: Any) -> Any:
-    """For every parameter whether it is trained.
+    """For every parameter `TRAINED` or `FROZEN`.
 
-    A pattern of ``train.trainable`` matches its path, as in ``stacks/0/0/attention/k`` or ``*/attention/k``.
+    A pattern of ``train.trainable`` matches a parameter's path, as in ``stacks/0/0/attention/k`` or ``*/attention/k``.
 
-    Raises ValueError for a pattern that matches none.
+    Raises ValueError for a pattern that matches no parameter.
     """
     names = _names(axes)
     _check_patterns("train.trainable", config.trainable, names)
@@ -171,11 +171,11 @@ _INTO = {
 
 def _as_matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
     """How Muon reshapes a parameter to a matrix, for every layer; None if it is not a matrix of a block."""
-    own = tuple(name for name in names if name != "layers")
-    if names[0] != "layers" or own not in _INTO:
+    in_layer = tuple(name for name in names if name != "layers")
+    if names[0] != "layers" or in_layer not in _INTO:
         return None
-    into = _INTO[own]
-    out = tuple(axis for axis in range(len(own)) if axis not in into)
+    into = _INTO[in_layer]
+    out = tuple(axis for axis in range(len(in_layer)) if axis not in into)
     return MuonDimensionNumbers(tuple(axis + 1 for axis in into), tuple(axis + 1 for axis in out))
 
 

@@ -47,7 +47,7 @@ def mask_tokens(
     rate: float,
     tokenizer: Tokenizer,
 ) -> tuple[Int32[Array, "rows length"], Int32[Array, "rows length"]]:
-    """Tokens, a share `rate` of them replaced by the mask token, and labels, which are -1 at all other tokens.
+    """Tokens, a share `rate` of them replaced by the mask token, and labels: the replaced tokens, and -1 at all others.
 
     The masked-token loss of Devlin et al. 2019, section 3.1, without its random and unchanged replacements.
     """
@@ -58,10 +58,10 @@ def mask_tokens(
 
 
 def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
-    """What the scheme draws for a batch, as arguments of the model; nothing for a scheme without a rule.
+    """The values that the scheme's rule draws for a batch, as arguments of the model; empty if it has no rule.
 
-    Drawn ids run through a whole row, across its documents, which do not see each other. They are reordered to the
-    `layout` of the batch.
+    Drawn ids run through a whole row, not through each document, since documents do not see each other. The values are
+    reordered to the `layout` of the batch.
     """
     rule = scheme_of(config).training_positions
     if rule is None:
@@ -82,8 +82,8 @@ def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], paramete
     def renew(path, leaf):
         if not jax.tree_util.keystr(path).endswith("['linear']['projection']"):
             return leaf
-        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
-        drawn = jax.vmap(lambda k: kernel.draw(k, leaf.shape[-1]))(jax.random.split(own, leaf.shape[0]))
+        leaf_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        drawn = jax.vmap(lambda k: kernel.draw(k, leaf.shape[-1]))(jax.random.split(leaf_key, leaf.shape[0]))
         due = (step > 0) & (step % config.train.redraw_every == 0)
         return jnp.where(due, drawn, leaf)
 
@@ -94,9 +94,10 @@ def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], paramete
 class Program:
     """The functions that a stage's config compiles to, over a mesh.
 
-    ``initialize()`` gives the first state, ``begin(parameters)`` that of given parameters. ``update(state, batch)``
-    gives the next state and the metrics, and donates the buffers of the given state. ``loss(parameters, batch)`` gives
-    the ``Losses`` of a batch. ``abstract`` holds the shapes, dtypes and shardings of a state.
+    ``initialize()`` gives the first state, ``begin(parameters)`` the first state with these parameters.
+    ``update(state, batch)`` gives the next state and the metrics, and donates the buffers of the given state.
+    ``loss(parameters, batch)`` gives the ``Losses`` of a batch. ``abstract`` holds the shapes, dtypes and shardings of
+    a state.
     """
 
     initialize: Any
@@ -123,12 +124,12 @@ def build_program(config: Config, mesh: Mesh) -> Program:
     parts = parts_of(config, mesh)
     shapes = jax.eval_shape(partial(initialize, parts, config.seed))
     parameters = tree_shardings(mesh, parts.axes, shapes.parameters)
-    whole = named_sharding(mesh, ())
+    replicated = named_sharding(mesh, ())
     shardings = TrainState(
-        whole,
+        replicated,
         parameters,
         optimizer_shardings(mesh, shapes.optimizer, shapes.parameters, parameters),
-        Guard(whole, whole, whole),
+        Guard(replicated, replicated, replicated),
     )
     return Program(
         jax.jit(partial(initialize, parts, config.seed), out_shardings=shardings),
@@ -140,7 +141,7 @@ def build_program(config: Config, mesh: Mesh) -> Program:
 
 
 def parts_of(config: Config, mesh: Mesh | AbstractMesh) -> Parts:
-    """The parts of an update; raises as `build_program`."""
+    """The parts of an update. Raises ValueError as `build_program` does."""
     model = nnx.eval_shape(lambda: build_model(config, mesh))
     graph, _ = nnx.split(model)
     axes = logical_axes(model)
@@ -153,9 +154,9 @@ def initialize(parts: Parts, seed: int | Int32[Array, ""]) -> TrainState:
 
 
 def _begin(parts: Parts, parameters: Any) -> TrainState:
-    none = jnp.zeros((), jnp.int32)
-    guard = Guard(jnp.zeros((), jnp.float32), none, none)
-    return TrainState(none, parameters, parts.optimizer.init(parameters), guard)
+    zero = jnp.zeros((), jnp.int32)
+    guard = Guard(jnp.zeros((), jnp.float32), zero, zero)
+    return TrainState(zero, parameters, parts.optimizer.init(parameters), guard)
 
 
 def update(
@@ -179,9 +180,9 @@ def update(
 def _guard(parts: Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
     """Whether to apply an update, and the statistics after it.
 
-    An update is skipped if a number is not finite, or its norm is more than ``spike_factor`` times the running mean ``m
-    <- 0.95 m + 0.05 norm``. After ``stop_after_skips`` in a row all updates are skipped, until the loop notices and
-    stops.
+    An update is skipped if its loss or gradient norm is not finite, or if the norm is more than ``spike_factor`` times
+    the running mean ``m <- 0.95 m + 0.05 norm``. After ``stop_after_skips`` skips in a row all updates are skipped,
+    until the loop notices and stops.
     """
     train = parts.config.train
     sound = jnp.isfinite(loss) & jnp.isfinite(norm) & (before.in_row < train.stop_after_skips)
@@ -230,7 +231,7 @@ def _of_piece(parts: Parts, parameters: Any, predicted, piece: _BatchPart) -> tu
 
 
 def _added(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
-    """`_of_piece`, one part after the other."""
+    """The sum of `_of_piece` over all parts, computed one after the other."""
     one = partial(_of_piece, parts, parameters, predicted)
 
     def add(so_far, part):
@@ -242,30 +243,32 @@ def _added(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tupl
 
 
 def _divides_by_replica(mesh: Mesh) -> bool:
-    """Whether replicas add up their own parts first. Not with `tensor`: XLA's partitioner crashes on its gathers
-    then."""
+    """Whether each replica first sums the parts of its own rows.
+
+    Not if `tensor` is split too: XLA's partitioner then crashes on gathers.
+    """
     return mesh.shape["replica"] > 1 and mesh.shape["tensor"] == 1
 
 
 def _added_by_replica(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
-    """`_added` for the rows of every replica, and then over the replicas.
+    """`_added` for the rows of each replica, summed over the replicas.
 
     So gradients cross the network between slices once per step, not once per part.
     """
-    own, rows = _of_one_replica(parts), pieces.rows.tokens.shape[1:]
+    of_one, rows = _of_one_replica(parts), pieces.rows.tokens.shape[1:]
 
-    def lies(leaf):
+    def spec_of(leaf):
         return PartitionSpec(None, "replica") if leaf.shape[1:3] == rows else PartitionSpec()
 
     def of_replica(parameters, predicted, pieces):
-        return jax.lax.psum(_added(own, parameters, predicted, pieces), "replica")
+        return jax.lax.psum(_added(of_one, parameters, predicted, pieces), "replica")
 
-    # Unchecked: a check would sum every part's gradient of the parameters, which all replicas share, at once.
+    # Unchecked: all replicas share the parameters, so a check would sum each part's gradient over replicas at once.
     return jax.shard_map(
         of_replica,
         mesh=parts.mesh,
         axis_names={"replica"},
-        in_specs=(PartitionSpec(), PartitionSpec(), jax.tree.map(lies, pieces)),
+        in_specs=(PartitionSpec(), PartitionSpec(), jax.tree.map(spec_of, pieces)),
         out_specs=PartitionSpec(),
         check_vma=False,
     )(parameters, predicted, pieces)
@@ -278,7 +281,7 @@ def _of_one_replica(parts: Parts) -> Parts:
 
 
 def without(mesh: Mesh, axis: str) -> AbstractMesh:
-    """The mesh without one axis, as the parts of a program see it that is split over this axis by hand."""
+    """The mesh without one axis, as a function inside a ``shard_map`` over that axis sees it."""
     sizes = {name: size for name, size in mesh.shape.items() if name != axis}
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
@@ -289,9 +292,9 @@ def _prepared(parts: Parts, key, batch: Batch) -> Batch:
         return batch
     rate, tokenizer = parts.config.train.mask_rate, load_tokenizer(parts.config.data)
     # Drawn in the tokens' own order, so the result does not depend on the layout.
-    own = (parts.layout.restore(array) for array in (batch.tokens, batch.segment_ids))
-    tokens, predicted = map(parts.layout.apply, mask_tokens(key, *own, rate, tokenizer))
-    return batch._replace(tokens=tokens, labels=predicted)
+    in_order = (parts.layout.restore(array) for array in (batch.tokens, batch.segment_ids))
+    tokens, labels = map(parts.layout.apply, mask_tokens(key, *in_order, rate, tokenizer))
+    return batch._replace(tokens=tokens, labels=labels)
 
 
 def _in_parts(parts: Parts, batch: Batch) -> Batch:
@@ -312,9 +315,10 @@ def _batch_loss(parts: Parts, parameters: Any, batch: Batch) -> Losses:
 
 def _losses(parts: Parts, parameters: Any, batch: Batch, drawn: dict[str, Array]) -> Losses:
     model = nnx.merge(parts.graph, _cast(parts, parameters))
-    # Otherwise the batch's own positions: computed from segment ids they would need communication where rows are split.
-    where = {} if model.config.layers.counts_in_row else {"positions": batch.positions}
-    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **(where | drawn))
+    # Positions in documents come with the batch: computed from segment ids they would need communication if rows are
+    # split.
+    positions = {} if model.config.layers.counts_in_row else {"positions": batch.positions}
+    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **(positions | drawn))
     head = model.output_matrix.astype(hidden.dtype)
     chunks, finish = parts.config.train.loss_chunks, model.config.finish_logits
     return token_losses(hidden, head, batch.labels, chunks, model.output_bias, finish)

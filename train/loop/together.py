@@ -32,16 +32,17 @@ from train.monitor.meter import peak_memory_bytes
 from train.monitor.progress import show_progress
 
 _AXIS = "data"  # the mesh axis over which the trainings are split
-_OWN = ("seed", "train.learning_rate", "train.learning_rate_factors")
+_MAY_DIFFER = ("seed", "train.learning_rate", "train.learning_rate_factors")
 
 
 def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> list[FitResult]:
     """Trains configs that differ only in seed, learning rate and its factors, and saves each in its own directory.
 
-    Training k of n has the update of `train.loop.step.update` on its own state, batch and seed, under ``vmap``; on a
-    CPU one after the other. Its rate is that of the first config times ``learning_rate_k / learning_rate_1`` and its
-    factors, so that one program trains all. Over several devices the trainings are split, not their rows. On an
-    accelerator the products are larger and faster; a CPU saves compilations only.
+    Every training is updated by `train.loop.step.update` on its own state, batch and seed: all of them under ``vmap``,
+    or on a CPU one after the other. The learning rate of training k is that of the first config times
+    ``learning_rate_k / learning_rate_1`` and the factors of config k, so that one program trains all. Over several
+    devices the trainings are split, not their rows. On an accelerator the products are larger and faster; on a CPU only
+    compilations are saved.
 
     A training that diverges is returned with ``finished`` false, and is not saved. Nothing is saved before the end.
     `progress` is the label under which the mean loss is shown.
@@ -69,7 +70,7 @@ def check_together(configs: Sequence[Config]) -> None:
     )
     check(jax.process_count() == 1, "compare.together: several trainings as one program run on one process")
     for other in configs[1:]:
-        changed = [each for each in differences(first, other) if not each.startswith(_OWN)]
+        changed = [each for each in differences(first, other) if not each.startswith(_MAY_DIFFER)]
         check(not changed, f"trainings of one program differ in rates and seeds alone; found {'; '.join(changed)}")
 
 
@@ -105,8 +106,8 @@ def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) ->
 
 def _taken(number: int, states: TrainState, position: Any, lines: list[dict[str, Any]]) -> _Trained:
     """The result of one training at this point, while the others continue."""
-    own = jax.device_get(jax.tree.map(lambda leaf: leaf[number], states))
-    return _Trained(jax.tree.map(jnp.asarray, own), position, lines)
+    state = jax.device_get(jax.tree.map(lambda leaf: leaf[number], states))
+    return _Trained(jax.tree.map(jnp.asarray, state), position, lines)
 
 
 def _save(config: Config, digest: str, trained: _Trained) -> FitResult:
@@ -141,8 +142,11 @@ def _mean(lines: Sequence[dict[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class StackedProgram:
-    """``initialize()`` gives the stacked first states; ``update(state, batches)``, with one batch each, the next
-    ones."""
+    """The functions of several trainings, whose states are stacked.
+
+    ``initialize()`` gives the first states. ``update(state, batches)``, with one batch for each training, gives the
+    next states and the metrics.
+    """
 
     initialize: Callable[[], TrainState]
     update: Callable[[TrainState, Sequence[Batch]], tuple[TrainState, StepMetrics]]
@@ -152,7 +156,7 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
     """The program of several trainings that share all but seeds, rates and factors.
 
     Every array of a state has a leading axis for the trainings, split over at most as many devices as trainings. If
-    they do not divide evenly, the last training is computed several times.
+    the devices do not divide the trainings, the last training is computed several times.
     """
     devices = (jax.devices() if devices is None else devices)[: len(configs)]
     mesh = mesh_from_sizes(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
@@ -162,22 +166,22 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
     seeds = jnp.asarray([config.seed for config in filled], jnp.uint32)
     rates = jax.tree.map(lambda *each: jnp.asarray(each, jnp.float32), *(_rates(parts, each) for each in filled))
 
-    over = _in_turn if devices[0].platform == "cpu" else jax.vmap
+    map_trainings = _in_turn if devices[0].platform == "cpu" else jax.vmap
 
     def split(function: Callable, inputs: int) -> Callable:
         specs = (PartitionSpec(_AXIS),) * inputs
         return jax.shard_map(
-            over(function), mesh=mesh, axis_names={_AXIS}, in_specs=specs, out_specs=PartitionSpec(_AXIS),
+            map_trainings(function), mesh=mesh, axis_names={_AXIS}, in_specs=specs, out_specs=PartitionSpec(_AXIS),
             check_vma=False,
         )  # fmt: skip
 
     first = jax.jit(split(partial(initialize, parts), 1))
     following = jax.jit(split(partial(_update, parts), 4), donate_argnums=2)
-    lies = NamedSharding(mesh, PartitionSpec(_AXIS))
+    sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
 
     def step(state: TrainState, read: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
         read = [*read, *[read[-1]] * (len(filled) - len(read))]
-        stacked = jax.device_put(jax.tree.map(lambda *rows: np.stack(rows), *read), lies)
+        stacked = jax.device_put(jax.tree.map(lambda *rows: np.stack(rows), *read), sharding)
         with jax.set_mesh(mesh):
             state, metrics = following(seeds, rates, state, stacked)
         return state, metrics
@@ -190,7 +194,7 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
 
 
 def _in_turn(function: Callable) -> Callable:
-    """The function of each training, one after the other."""
+    """`function` on each training, one after the other: a replacement for ``vmap``."""
     return lambda *stacked: jax.lax.map(lambda each: function(*each), stacked)
 
 

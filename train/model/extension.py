@@ -27,7 +27,7 @@ def _both(own: int, length: int) -> dict[str, Any]:
 
 
 def _group(own: int, length: int, window: int) -> int:
-    """The least power of 2 that brings the longest distance, ``window + (length - window) / group``, to half of own."""
+    """The least power of 2 with which the longest distance, ``window + (length - window) / group``, is <= own / 2."""
     return 1 << max(0, math.ceil(math.log2(max(1.0, (length - window) / (own / 2 - window)))))
 
 
@@ -86,7 +86,7 @@ def _completed(slot: str, change: Any, own: int, length: int) -> Any:
 
 
 def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, length: int) -> dict[str, Any]:
-    """An extension of a released model: `completed`, and continuing the model's own rule and windows.
+    """An extension of a released model: it is `completed`, and continues the model's own rule and windows.
 
     * Layers with only a local window have seen all their distances in training: the extension skips them.
     * Up to its own length a model keeps its own frequencies, unless the extension names a factor or an original length,
@@ -109,9 +109,9 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
         return {}
     _check_named(extend)
     schemes = scheme.schemes if isinstance(scheme, Layers) else (scheme,)
-    reached, which = _reached(schemes, extend, own)
+    reached, layers = _reached(schemes, extend, own)
     _check_masking(reached, extend.get("remap"))
-    found = completed({**which, **extend}, own, length)
+    found = completed({**layers, **extend}, own, length)
     rules = {each.features.frequencies for each in reached if each.rotates}
     scaled = sorted((rule for rule in rules if not isinstance(rule, UNSCALED)), key=repr)
     if scaled and isinstance(found.get("frequencies"), Mapping):
@@ -131,7 +131,7 @@ def _follows_length(change: Any) -> bool:
 UNSCALED = (rotary.Plain, rotary.Proportional, rotary.DynamicNTK, rotary.DynamicLinear, rotary.DynamicYaRN)
 """Rules that equal plain RoPE up to the length that the model was made for."""
 _KINDS = (({"linear"}, rotary.Linear), ({"yarn", "ntk-by-parts", "llama3"}, (rotary.NTKByParts, rotary.Llama3)))
-"""Names of rules that can replace rules of a class, given its factor and original length."""
+"""Names of rules, and the classes of rules that they can replace, by taking over factor and original length."""
 
 
 def _check_named(extend: Mapping[str, Any]) -> None:
@@ -177,24 +177,24 @@ def _continued(rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, 
         f"frequencies: {name!r} would replace the model's own {type(rule).__name__}; "
         f"{' or '.join(sorted(names)) or 'no rule'} can continue it",
     )
-    kept = _fields(rule) if rotary.SCALINGS[name] is type(rule) else {}
+    inherited = _fields(rule) if rotary.SCALINGS[name] is type(rule) else {}
     if hasattr(rule, "original_length"):
-        kept["original_length"] = rule.original_length
+        inherited["original_length"] = rule.original_length
     factor = rule.factor * change["factor"]
     check(
         name == "yarn" or rule.table_factor == 1,
         f"frequencies: {name!r} cannot keep the temperature of the model's own {type(rule).__name__}; use 'yarn'",
     )
     temperature = _temperature(rule, factor) if name == "yarn" else {}
-    return {**kept, **temperature, **given, "factor": factor}
+    return {**inherited, **temperature, **given, "factor": factor}
 
 
 def _temperature(rule: FrequencyRule, factor: float) -> dict[str, float]:
     """The temperature option of a YaRN by `factor` that replaces a rule; empty if the rule's temperature is YaRN's
     own."""
     grown = rule.table_factor * yarn_magnitude(factor) / yarn_magnitude(rule.factor)
-    own = math.isclose(grown, yarn_magnitude(factor)) or getattr(rule, "mscale_all_dim", None)
-    return {} if own else {"attention_factor": grown}
+    is_own = math.isclose(grown, yarn_magnitude(factor)) or getattr(rule, "mscale_all_dim", None)
+    return {} if is_own else {"attention_factor": grown}
 
 
 def _fields(rule: FrequencyRule) -> dict[str, Any]:

@@ -27,7 +27,8 @@ _BLOCK = 2**22
 """The number of ends of intervals processed together, which bounds the memory for a mask of many intervals."""
 
 Intervals = list[tuple[np.ndarray, np.ndarray]]
-"""For each of some positions, intervals of others, ``low <= j < high``, which may overlap or be empty."""
+"""Pairs of arrays (low, high), each with one interval of other positions for every position, ``low[n] <= j < high[n]``.
+Intervals may overlap or be empty."""
 
 
 class Flops(NamedTuple):
@@ -35,11 +36,11 @@ class Flops(NamedTuple):
     recomputation."""
 
     parameters: float  # products of tokens and parameters
-    attention: float  # Q K^T and P V, of the pairs that the mask allows alone
+    attention: float  # Q K^T and P V, only of the pairs that the mask allows
 
     @property
     def total(self) -> float:
-        """Both."""
+        """The sum of both."""
         return self.parameters + self.attention
 
 
@@ -141,9 +142,9 @@ def _documents(segment_ids: np.ndarray) -> Counter[int]:
     ids = np.asarray(segment_ids)
     starts = np.ones(ids.shape, bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    at = np.flatnonzero(starts)
-    lengths = np.diff(np.append(at, ids.size))
-    return Counter(lengths[ids.reshape(-1)[at] >= 0].tolist())
+    firsts = np.flatnonzero(starts)
+    lengths = np.diff(np.append(firsts, ids.size))
+    return Counter(lengths[ids.reshape(-1)[firsts] >= 0].tolist())
 
 
 def allowed(scheme: Scheme, causal: bool) -> Mask | None:
@@ -203,7 +204,7 @@ def _seen(mask: Mask | None, at: np.ndarray, keys: bool) -> Intervals:
 
 
 def _run(mask: Mask | None, at: np.ndarray, keys: bool) -> tuple:
-    """The single run of a mask that is not a combination of others."""
+    """The single interval (low, high) that `_seen` gives for a mask that is not a combination of others."""
     match mask:
         case None:
             return 0, END
@@ -223,7 +224,7 @@ def _run(mask: Mask | None, at: np.ndarray, keys: bool) -> tuple:
 
 
 def _by_distance(limits: tuple[int, int | None], unit: int, at: np.ndarray, keys: bool) -> tuple:
-    """``least <= i - j <= most`` in units of so many positions, for queries i or for keys j at `at`."""
+    """``least <= i - j <= most`` in units of `unit` positions, for queries i or for keys j at `at`."""
     (least, most), here = limits, at // unit
     if keys:
         return (0 if most is None else (here - most) * unit), (here - least + 1) * unit

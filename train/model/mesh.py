@@ -20,7 +20,8 @@ BATCH_AXES = ("replica", "data", "fsdp")
 def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
     """The number of devices along each axis, with -1 filled in.
 
-    Raises ValueError for axes that `devices` devices cannot fill or that need more of them.
+    Raises ValueError if the axes need more than `devices` devices, or if an axis is -1 and the others do not divide
+    that number.
     """
     sizes = {axis: getattr(config, axis) for axis in AXES}
     named = math.prod(size for size in sizes.values() if size > 0)
@@ -36,7 +37,7 @@ def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
 
 
 def make_mesh(config: MeshConfig, rows: int, devices: list | None = None) -> Mesh:
-    """A mesh of as many of the `devices` (all there are, unless given) as `config` asks for.
+    """A mesh of as many of the `devices`, by default all, as `config` asks for.
 
     Raises ValueError, before anything is compiled, if there are too few devices, or the `rows` of a batch cannot be
     split evenly.

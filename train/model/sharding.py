@@ -31,7 +31,7 @@ def named_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, .
     An axis of ``shape`` is split over those of its mesh axes that divide it, over as many devices as possible. Over the
     other axes it is replicated, which costs memory but is always correct; `replicated` reports it.
     """
-    rules = [tuple(own for own in AXIS_RULES.get(axis, ()) if own in mesh.shape) for axis in axes]
+    rules = [tuple(name for name in AXIS_RULES.get(axis, ()) if name in mesh.shape) for axis in axes]
     if shape is not None:
         rules = [_dividing(mesh, rule, size) for rule, size in zip(rules, shape, strict=True)]
     return NamedSharding(mesh, PartitionSpec(*(rule[0] if len(rule) == 1 else rule or None for rule in rules)))
@@ -52,7 +52,7 @@ def replicated(mesh: Mesh, axes: Any, shapes: Any) -> str:
     little.
 
     Args:
-        mesh: of the devices.
+        mesh: the mesh of the devices.
         axes: logical names of every parameter's axes.
         shapes: the parameters, or their shapes and dtypes.
     """
@@ -78,7 +78,7 @@ def _beyond_share(mesh: Mesh, names: tuple[str | None, ...], leaf: Any) -> int:
 
 
 LENGTH_AXES = {"positions": -1, "coordinates": -2}
-"""The token axis of each of a scheme's draws for a batch, for those that have one."""
+"""By the name of a scheme's draw for a batch, its token axis, for those that have one."""
 
 _LITTLE = 2**26
 """Excess bytes below which nothing is reported."""
@@ -109,27 +109,27 @@ def optimizer_shardings(mesh: Mesh, state: Any, parameters: Any, shardings: Any)
     over rows and columns have other shapes, and are small.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(parameters)
-    lies = {path: (leaf.shape, own) for (path, leaf), own in zip(flat, jax.tree.leaves(shardings), strict=True)}
-    depths = sorted({len(path) for path in lies}, reverse=True)
+    by_path = {path: (leaf.shape, each) for (path, leaf), each in zip(flat, jax.tree.leaves(shardings), strict=True)}
+    depths = sorted({len(path) for path in by_path}, reverse=True)
     whole = named_sharding(mesh, ())
 
     def like(path: tuple, leaf: Any) -> NamedSharding:
-        shape, sharding = next((lies[path[-n:]] for n in depths if path[-n:] in lies), (None, whole))
+        shape, sharding = next((by_path[path[-n:]] for n in depths if path[-n:] in by_path), (None, whole))
         return sharding if leaf.shape == shape else whole
 
     return jax.tree_util.tree_map_with_path(like, state)
 
 
 def rows_of_process(mesh: Mesh, rows: int, process: int | None = None) -> slice:
-    """The rows of a batch of which this process's devices hold a part: the smallest range that has all of them."""
+    """The rows of a batch that a process reads: the smallest range with all rows that its devices hold a part of."""
     process = jax.process_index() if process is None else process
     held = named_sharding(mesh, ("batch",)).devices_indices_map((rows,))
-    own = [index[0] for device, index in held.items() if device.process_index == process]
-    return slice(min(part.start or 0 for part in own), max(rows if part.stop is None else part.stop for part in own))
+    runs = [index[0] for device, index in held.items() if device.process_index == process]
+    return slice(min(part.start or 0 for part in runs), max(rows if part.stop is None else part.stop for part in runs))
 
 
 def global_batch(mesh: Mesh, batch: Any, rows: int, part: slice) -> Any:
-    """The rows `part` of a batch of `rows` rows, each [length], as arrays over the whole mesh."""
+    """A batch of `rows` rows, each [length], as arrays over the whole mesh; this process gives its rows `part`."""
     sharding = named_sharding(mesh, ("batch", "length"))
 
     def put(values: np.ndarray) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The state that an update changes, and what the names of axes tell of a parameter."""
+"""The state that an update changes, and what the names of its axes tell about a parameter."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,6 @@ def is_axis_names(node: Any) -> bool:
 def is_matrix(names: tuple[str | None, ...]) -> bool:
     """Whether a parameter with axes of these names is a matrix: from or to the width of the residual stream.
 
-    The router of a mixture of experts counts as none.
+    The router of a mixture of experts does not count as a matrix.
     """
     return "embed" in names and len(set(names) - {None, "layers", "experts"}) > 1

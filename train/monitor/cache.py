@@ -13,7 +13,7 @@ _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 def enable_compilation_cache(setting: str) -> str | None:
     """Turns the cache on as ``monitor.compilation_cache`` says, and returns where it is; None when it is off.
 
-    ``auto`` is `user_cache`, or no cache if that cannot be written; "" is none; anything else is a folder or a URL. The
+    ``auto`` is `user_cache`, or no cache if that cannot be written; "" is no cache; others are folders or URLs. The
     environment takes precedence: JAX_COMPILATION_CACHE_DIR names a folder, and JAX_ENABLE_COMPILATION_CACHE=false turns
     the cache off. Call it before anything is compiled.
 

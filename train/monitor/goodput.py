@@ -26,8 +26,8 @@ class Goodput:
 
     Args:
         began: when `fit` was called, in seconds since 1970.
-        last: the last line of metrics of the process before, with the result of `read` in it; empty for a new run.
-        clock: the time.
+        last: the last line of metrics of the process before, which contains the result of `read`; empty for a new run.
+        clock: a function that gives the current time, in seconds since 1970.
     """
 
     def __init__(self, began: float, last: Mapping[str, Any], clock: Callable[[], float] = time.time):
@@ -63,5 +63,5 @@ class Goodput:
 
 
 def share(seconds: Mapping[str, float]) -> float:
-    """The goodput."""
+    """The goodput: the share of ``steps`` in all seconds."""
     return seconds["steps"] / sum(seconds.values())

@@ -15,13 +15,14 @@ class MetricsLog:
     """One JSON object per line, each with a ``step``. When opened again, it continues after its last complete line.
 
     A resumed run repeats the steps since its checkpoint; steps that are already in the file are not written again.
-    ``metrics.jsonl`` holds all lines on this machine, and in an object store only the first ones, see `read_metrics`.
+    ``metrics.jsonl`` holds all lines in a local directory, but only the first ones in an object store; see
+    `read_metrics`.
     """
 
     def __init__(self, directory: Path):
         location = _parts(directory)[-1]
-        kept = location.read_bytes() if location.exists() else b""
-        whole = kept[: kept.rfind(b"\n") + 1]
+        content = location.read_bytes() if location.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
         self.last: dict[str, Any] = _last_line(whole, location)
         self._file = location.open("ab") if is_local(location) else _ObjectParts(directory, whole)
         if is_local(location):
@@ -35,7 +36,7 @@ class MetricsLog:
             self._file.flush()
 
     def close(self) -> None:
-        """Ends the log; needs no action."""
+        """Closes the file."""
         self._file.close()
 
 
@@ -126,9 +127,9 @@ class TensorBoardLog:
 
         if not is_local(directory):
             register_writer_factory(directory.protocol, _Objects())
-        # Each flush writes the whole object, so flushes are rarer.
+        # In an object store each flush writes the whole object, so flushes are rarer there.
         seconds = 10 if is_local(directory) else 60
-        # Files are named by the second, and a run that resumes within it must not write over its first one.
+        # File names contain the time in seconds; a run that resumes in the same second must not overwrite its file.
         self._writer = SummaryWriter(str(directory), flush_secs=seconds, filename_suffix=f".{time.time_ns()}")
 
     def write(self, step: int, **values: Any) -> None:
@@ -177,5 +178,5 @@ def check_wandb(project: str) -> None:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The values that are known numbers."""
+    """The values that are numbers, without None and text."""
     return {name: value for name, value in values.items() if isinstance(value, int | float)}

@@ -4,11 +4,11 @@ Metrics are written at log steps. The rates of a line are those of the updates s
 time, which includes evaluation and checkpoints:
 
 * ``tokens_per_second``: tokens of the batches, padding included; ``tokens_per_second_per_chip``: the same per chip.
-* ``model_flops_per_second_per_chip``: `flops.py` states the convention: the FLOPs of the model's mathematics, forward
+* ``model_flops_per_second_per_chip``: the FLOPs of the model's mathematics, as `train.model.flops` counts them: forward
   and backward, without recomputation, and of attention only the pairs that the mask allows. The pairs are counted in
   the batch of the log step, which represents the batches since the last one.
-* ``mfu``: that over the chip's published bfloat16 peak, whatever dtype is computed in; null for chips that are not in
-  `train.runtime.chips.PEAK_FLOPS`, such as CPUs.
+* ``mfu``: ``model_flops_per_second_per_chip`` over the chip's published bfloat16 peak, also for computation in another
+  dtype; null for chips that are not in `train.runtime.chips.PEAK_FLOPS`, such as CPUs.
 * ``data_wait``: the share of time for which the loop waited for the next batch.
 * ``peak_memory_bytes``: the most memory used so far; see `peak_memory_bytes`.
 """
@@ -92,5 +92,5 @@ class Meter:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of everything that was read; None before."""
+        """Tokens per second over everything that was read; None before the first `read`."""
         return self._all_tokens / self._all_seconds if self._all_seconds else None

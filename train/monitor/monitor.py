@@ -47,9 +47,9 @@ class Monitor:
         monitor.after(step, metrics.loss)
         monitor.write(step, batch.segment_ids, loss=float(metrics.loss), ...)   # at log steps
 
-    It calls `pause` before the first steps of a stage, which compile, and `begin` after them. By `goodput` it says what
-    else its time is spent on. Only `begin` and `write` need idle devices; computing the numbers for `write` has waited
-    for them.
+    It calls `pause` before the first steps of a stage, which compile, and `begin` after them. It tells `goodput`
+    what its other time is spent on. Only `begin` and `write` need idle devices; before `write` they are idle, since the
+    loop has waited for the numbers that it writes.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Monitor:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of wall time, over all that was measured so far."""
+        """Tokens per second of wall time, over all steps that were measured so far."""
         return self._meter.tokens_per_second
 
     def next(self, stream: Iterator[Any]) -> Any:
@@ -122,7 +122,7 @@ class Monitor:
     def write(self, step: int, segment_ids: np.ndarray | None = None, **values: Any) -> None:
         """Writes and shows the values of a step, among them ``loss``, unless that step is already written.
 
-        Adds the stage's name, if there are stages, and the rates since the last time. `segment_ids` are those of this
+        Adds the stage's name, if there are stages, and the rates since the last call. `segment_ids` are those of this
         process's rows of the batch, from which the model FLOPs are counted.
         """
         number = self._stage(step)

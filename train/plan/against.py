@@ -22,9 +22,9 @@ def show(readings: Sequence[Reading], model: Flops, tokens: int, on: Pod, consol
     """Prints the time of each step by parts, side by side, then what each part executes and moves.
 
     Args:
-        readings: of the steps.
+        readings: the measured steps.
         model: the FLOPs of a step of the config.
-        tokens: of that step.
+        tokens: the tokens of a step of the config.
         on: the pod that all are compiled for.
         console: where to print.
     """

@@ -25,7 +25,7 @@ _WIDTH = 120
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Compiled steps in folders to compare with ours, or with each other; and how ours is compiled and kept."""
+    """The folders of compiled steps to compare, and how our own step is compiled and kept."""
 
     against: tuple[Path, ...] = ()
     keep: Path | None = None
@@ -47,7 +47,7 @@ class StepOptions:
             not evaluate or not (against or keep),
             "--evaluate: only train steps can be kept or compared; leave it out, or --keep and --against",
         )
-        named = tuple(map(Path, against)), Path(keep) if keep else None
+        paths = tuple(map(Path, against)), Path(keep) if keep else None
         for option, value, purpose in (("--keep", keep, "keep"), ("--flags", flags, "compile with them")):
             check(
                 value is None or len(against) < 2,
@@ -55,12 +55,12 @@ class StepOptions:
                 f"{purpose}; leave out {option}, or all folders but one",
             )
         check(not blocks or against, "--blocks: these describe kernels in a folder of --against, found no folder")
-        return cls(*named, parse_blocks(blocks) if blocks else None, flags, evaluate)
+        return cls(*paths, parse_blocks(blocks) if blocks else None, flags, evaluate)
 
 
 def plan(config: Config, topology: str, slices: int = 1, sweep: int = 0, options: StepOptions | None = None) -> None:
-    """Plans every stage of a config on slices of a pod, or compiles `sweep` candidates for running it there and ranks
-    them.
+    """Plans every stage of a config on slices of a pod. With `sweep` above 0, compiles and ranks that many ways to run
+    it instead.
 
     `options` says which kept steps are compared with ours, and how ours is compiled and kept. Raises ValueError for a
     pod that does not exist, a config that does not fit it, or a folder without a step.
@@ -101,7 +101,7 @@ def _check_alone(config: Config, sweep: int) -> None:
 
 
 def _compare(config: Config, on: Pod, options: StepOptions, console: Console) -> None:
-    """Compiles our step, unless several kept steps are compared, keeps it if asked, and prints all of them."""
+    """Prints kept steps side by side. Unless there are several, our step is compiled, kept if asked, and shown too."""
     (stage,) = config.every_stage
     theirs = [kept.read(folder, on) for folder in options.against]
     readings = [_reading(stage, on, one, options.blocks) for one in theirs]

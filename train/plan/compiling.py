@@ -1,4 +1,4 @@
-"""Compiles the train step or the evaluation of a config for a pod, in a process of its own.
+"""Compiles the train step or the evaluation of a config for a pod, in a separate process.
 
 So if the compiler runs out of memory or time, or crashes, a sweep continues and reports it in one line.
 """
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = (
 _UNKNOWN_FLAG = re.compile(r"Unknown command line flag '([^']*)'")
 
 _UNITS = {"K": 2**-20, "M": 2**-10, "G": 1, "T": 2**10}
-"""In GiB."""
+"""GiB per unit in these messages."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Memory:
 
     @property
     def padding(self) -> float:
-        """The separator between the numbers of arguments."""
+        """The part of `arguments` that is padding."""
         return max(0.0, self.arguments - self.parameters - self.optimizer - self.batch)
 
 
@@ -65,7 +65,7 @@ class CompiledStep:
     axes: dict[str, int]  # of the mesh
     coordinates: tuple[Coordinates, ...]  # of the devices of its first slice, in order
     flags: str | None = None  # of the compiler; None if unknown
-    largest: tuple[Allocation, ...] = ()  # of its temporary memory
+    largest: tuple[Allocation, ...] = ()  # temporary arrays
 
 
 UPDATE, EVALUATION = "update", "evaluation"
@@ -77,9 +77,9 @@ def compile_step(
 ) -> CompiledStep:
     """Compiles the step of a config without stages, with `flags` in addition to those of ``LIBTPU_INIT_ARGS``.
 
-    `kind` is `UPDATE` or `EVALUATION`. If `flags` is None, it is compiled with the flags recommended for the chip that
-    the environment does not set. Raises ValueError for a config that does not fit the pod, and `DoesNotCompile` if the
-    compiler fails.
+    `kind` is `UPDATE` or `EVALUATION`. If `flags` is None, the flags that are recommended for the chip, and that the
+    environment does not set, are used. Raises ValueError for a config that does not fit the pod, and `DoesNotCompile`
+    if the compiler fails.
     """
     check_compiler()
     flags = compiler_flags(on.generation, flags)
@@ -93,9 +93,9 @@ def compile_step(
 
 
 def compiler_flags(chip: str, flags: str | None = None) -> str:
-    """The content of ``LIBTPU_INIT_ARGS``, followed by `flags`, or by the recommended ones that it does not set."""
-    given = os.environ.get(VARIABLE, "")
-    return f"{given} {missing(chip, given) if flags is None else flags}".strip()
+    """The content of ``LIBTPU_INIT_ARGS``, then `flags`; if None, the recommended flags that the variable lacks."""
+    present = os.environ.get(VARIABLE, "")
+    return f"{present} {missing(chip, present) if flags is None else flags}".strip()
 
 
 def _run(directory: str, on: Pod, timeout: int, flags: str, kind: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def out_of_memory(message: str) -> str | None:
 
 
 def devices_of(on: Pod) -> list:
-    """The devices of a pod as the compiler sees them. Raises ValueError for a pod that it does not know."""
+    """The devices of a pod as the compiler sees them. Raises ValueError for a pod that the compiler does not know."""
     from jax.experimental import topologies
 
     rings = (*on.rings, False)[:3]  # libtpu expects three, and closes no ring by default
@@ -159,7 +159,7 @@ def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     from train.model.mesh import make_mesh
 
     mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, devices)
-    program = build_program(config, mesh)  # outside, because values computed inside would be sent to the mesh
+    program = build_program(config, mesh)  # outside `set_mesh`, which would send computed values to the mesh
     return mesh, program.update, (program.abstract, abstract_batch(config, mesh))
 
 
@@ -192,10 +192,10 @@ def _evaluation(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     mesh = make_mesh(train.mesh, train.rows, devices)
     model = nnx.eval_shape(lambda: build_model(config)).with_scheme(evaluated_scheme(config))
     predictor, parameters = predictor_of(model, config.seed, mesh)
-    lies = tree_shardings(mesh, logical_axes(model), parameters)
-    given = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters, lies)
+    shardings = tree_shardings(mesh, logical_axes(model), parameters)
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters, shardings)
     program, shapes = scoring(predictor, train.rows, train.length)
-    return mesh, program, (given, *shapes)
+    return mesh, program, (abstract, *shapes)
 
 
 def abstract_batch(config: Config, mesh: Any) -> Any:
@@ -238,7 +238,7 @@ def _bytes(tree: Any) -> float:
 
 
 def _words(error: Exception, directory: Path) -> str:
-    """The message for a user; long ones of the compiler are cut."""
+    """The error message for a user; a long message of the compiler is cut."""
     text = in_a_line(error, 2000)
     if refused := out_of_memory(text):
         return refused + _largest_text(largest(directory, 3))

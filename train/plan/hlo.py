@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
-"""Bytes of one number; four for types that are not listed, one for those of eight bits."""
+"""Bytes of one number; of types that are not listed, 8-bit floats (``f8...``) have one byte and the others four."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -34,13 +34,13 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Without padding."""
+        """Its size, without padding."""
         size = BYTES.get(self.dtype, 1 if self.dtype.startswith("f8") else 4)
         return math.prod(self.shape) * size
 
     @property
     def in_hbm(self) -> bool:
-        """Whether it is outside the cores' own memories."""
+        """Whether it is in HBM or reached through HBM, not in a memory of the cores."""
         return self.space in (0, _HOST)
 
 
@@ -186,7 +186,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    """``  %name = type opcode(arguments), attributes``."""
+    """The instruction of a line ``  %name = type opcode(arguments), attributes``; None for other lines."""
     name = _NAME.match(line)
     if not name:
         return None

@@ -6,8 +6,8 @@
                     "coordinates": ``[[*device.coords, device.core_on_chip], ...]``, of the mesh's devices in its order}
     schedules/     the compiler's dump of its kernels, if that is kept; used for kernels that are not ours
 
-`step.json` may also have ``"tokens"``, of a step over all devices, and ``"flags"``, with which it was compiled, but no
-other keys.
+`step.json` may also have ``"tokens"``, the tokens of a step over all devices, and ``"flags"``, the compiler's flags.
+Other keys are errors.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _SIZES = {
     "program": "generated_code_size_in_bytes",
     "kept": "output_size_in_bytes",
 }
-"""Names of `Memory` and of ``compiled.memory_analysis()``; results that reuse an argument's memory are subtracted from
-``kept``."""
+"""Fields of `Memory`, and their names in ``compiled.memory_analysis()``. Results that reuse an argument's memory are
+subtracted from ``kept``."""
 
 _ALIAS = "alias_size_in_bytes"
-_OWN = ("parameters", "optimizer", "batch")
+_OURS = ("parameters", "optimizer", "batch")  # fields of `Memory` that only our own files have
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The content of a folder."""
+    """A compiled step, as a folder holds it."""
 
     name: str
     step: CompiledStep
@@ -90,10 +90,10 @@ def _is_number(value: Any) -> bool:
 def keep(folder: Path, step: CompiledStep, tokens: int) -> None:
     """Writes a step of ours. Raises OSError for a folder that cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {name: getattr(step.memory, own) for own, name in _SIZES.items()}
-    own = {name: getattr(step.memory, name) for name in _OWN}
+    sizes = {name: getattr(step.memory, key) for key, name in _SIZES.items()}
+    ours = {name: getattr(step.memory, name) for name in _OURS}
     values = {
-        "memory": {**sizes, **own},
+        "memory": {**sizes, **ours},
         "axes": step.axes,
         "coordinates": step.coordinates,
         "tokens": tokens,
@@ -104,9 +104,9 @@ def keep(folder: Path, step: CompiledStep, tokens: int) -> None:
 
 
 def read(folder: Path, on: Pod) -> Kept:
-    """The step that a folder holds, compiled for a pod.
+    """The step that a folder holds.
 
-    Raises ValueError for a folder without a step, or with a step for another pod.
+    Raises ValueError for a folder without a step, or with a step that was compiled for another pod than `on`.
     """
     for name in (PROGRAM, STEP):
         check((folder / name).is_file(), f"--against: {folder}: expected {PROGRAM} and {STEP}, found no {name}")
@@ -132,6 +132,6 @@ def _step_file(path: Path) -> StepFile:
 
 
 def _memory(sizes: Mapping[str, float]) -> Memory:
-    found = {own: sizes[name] for own, name in _SIZES.items()}
+    found = {key: sizes[name] for key, name in _SIZES.items()}
     found["kept"] -= min(found["kept"], sizes.get(_ALIAS, 0))
-    return Memory(**found, **{name: sizes.get(name, 0.0) for name in _OWN})
+    return Memory(**found, **{name: sizes.get(name, 0.0) for name in _OURS})

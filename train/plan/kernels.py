@@ -23,7 +23,7 @@ HEAD = 128
 """The head size of the measured costs; a wider head takes proportionally longer, a narrower one the same time."""
 
 Share = Callable[[int, int], float]
-"""From a tile's queries and keys to the share of such tiles that is visited."""
+"""A function from the queries and keys of a tile to the share of tiles of that size that is visited."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Kernels:
 
     pod: Pod
     share: Share
-    spread: float = float("inf")  # from this many queries on, they are spread over the row, not a run of it
+    spread: float = float("inf")  # from this many queries on, a call's queries are spread over the row
 
     def seconds(self, line: Instruction) -> float | None:
-        """The time of a custom call; None for an unknown kernel, 0 for an instruction that is no kernel.
+        """The time of a custom call; None for an unknown kernel, 0 for an instruction that is not a kernel.
 
             cycles = batch x heads x (rows x columns x share x tile + rows x row) x head size / 128 / cores
 
-        Tile and row are the costs in `posjax.attention.tpu.costs`, of whole tiles. Masked tiles, a few percent of all,
-        cost little more.
+        Tile and row are the costs of a whole tile and of a row in `posjax.attention.tpu.costs`. Masked tiles count as
+        whole ones: they are a few percent of all, and cost little more.
         """
         if line.attribute(r'custom_call_target="([^"]*)"') != "tpu_custom_call":
             return 0.0
@@ -58,8 +58,8 @@ class Kernels:
     def chance(self, line: Instruction) -> float | None:
         """The probability that the mask allows any pair of the queries and keys of a call.
 
-        A ring calls the kernel for a part of the queries and a part of the keys, if they see each other at all. None
-        for anything but a kernel of ours.
+        A ring calls the kernel for a part of the queries and a part of the keys, if any of these queries sees any of
+        these keys. None for anything but an attention kernel of ours.
         """
         call = _call(line)
         if call is None:
@@ -98,7 +98,7 @@ def _call(line: Instruction) -> KernelCall | None:
     operands = _operands(line)
     if _name(line) not in _KERNELS or not operands:
         return None
-    _, rows, _, columns = operands[0].shape  # of the order in which tiles are visited
+    _, rows, _, columns = operands[0].shape  # the first operand is the order in which tiles are visited
     return _KERNELS[_name(line)]([*operands, *line.results], rows, columns)
 
 
@@ -107,15 +107,15 @@ def _forward(found: list[Array], rows: int, columns: int) -> KernelCall:
 
 
 def _backward(found: list[Array], rows: int, columns: int) -> KernelCall:
-    """Rows of tiles are blocks of keys."""
+    """A call of the backward kernel, whose rows of tiles are blocks of keys."""
     return KernelCall(BACKWARD, *_sizes(found), columns, rows, rows)
 
 
 def _sizes(found: list[Array]) -> tuple[int, int, int, int]:
-    """Heads times batch, queries, keys and head size: queries and keys are ``[batch, heads, pairs, tokens, size]``.
+    """Heads times batch, queries, keys and head size of a call.
 
-    Or ``[batch, 1, pairs, tokens, heads x size]``; then the number of heads is taken from arrays with one number for
-    each query, ``[batch, heads, 1, queries]``.
+    Queries and keys are ``[batch, heads, pairs, tokens, size]`` or ``[batch, 1, pairs, tokens, heads x size]``. In the
+    second case the number of heads is taken from arrays with one number for each query, ``[batch, heads, 1, queries]``.
     """
     q, k = [array for array in found if len(array.shape) == 5 and array.dtype in ("bf16", "f32")][:2]
     batch, several, _, queries, columns = q.shape
@@ -137,8 +137,8 @@ def _cost(table: dict, queries: int, keys: int) -> tuple[float, float]:
 def visited_share(layers: Layers, length: int, causal: bool) -> Share:
     """The mean over layers of the share of tiles that contain an allowed pair, in a row of `length` tokens.
 
-    A row counts as one document, which is the most work possible. With several shards of the sequence it is the share
-    of all tiles, which is exact if the layout balances the shards.
+    A row counts as one document, which is the most work possible. If the sequence is split over devices, the share is
+    that of all devices together, which is exact for each if the layout balances them.
     """
     masks = [allowed(scheme, causal) for scheme in layers.schemes if scheme.linear is None]
 

@@ -22,13 +22,13 @@ class Allocation(NamedTuple):
 
 
 def ask_for_report(folder: Path) -> None:
-    """Asks the compiler, before JAX is loaded, for its report in this folder; the user's own ``XLA_FLAGS`` win."""
+    """Asks the compiler, before JAX is loaded, for its report in this folder; flags in the user's ``XLA_FLAGS`` win."""
     wanted = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
     os.environ["XLA_FLAGS"] = f"{wanted} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 
 def largest(folder: Path, count: int = 5) -> list[Allocation]:
-    """The largest allocations in HBM; empty if the compiler wrote no report here, or one in another form."""
+    """The largest allocations in HBM; empty if the folder has no report of the compiler, or one in an unknown form."""
     reports = sorted(folder.glob(_REPORT), key=lambda path: path.stat().st_size)
     return read(reports[-1].read_text(encoding="utf-8"))[:count] if reports else []
 

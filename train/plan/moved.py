@@ -13,11 +13,11 @@ _PUT = {"dynamic-update-slice": 1, "scatter": 2}
 """Opcodes that put a part into an array, and which operand is the part."""
 
 _SAME = ("bitcast", "reshape", "convert", "copy", "transpose")
-"""Opcodes that pass their whole operand on: if the result is sliced, only a slice is read."""
+"""Opcodes whose result is their whole operand in another form: of a sliced result, only a slice is read."""
 
 
 def is_lookup(module: Module, line: Instruction) -> bool:
-    """Whether an instruction gathers, scatters or sorts, by itself or inside."""
+    """Whether an instruction gathers, scatters or sorts, by itself or in a computation that it calls."""
     return any(part.opcode in LOOKUPS for part in _with_inside(module, line))
 
 
@@ -98,7 +98,10 @@ def _written(module: Module, named: dict[str, Instruction], line: Instruction) -
 
 
 def _puts(module: Module, line: Instruction) -> Iterator[tuple[str | None, Instruction]]:
-    """The instructions that put a part into an existing array: this one, or those inside it, by computation."""
+    """The instructions that put a part into an existing array, each with the name of its computation.
+
+    They are the instruction itself, with None, or those inside a fusion.
+    """
     if line.opcode in _PUT:
         yield None, line
     if line.opcode == "fusion":

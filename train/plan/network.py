@@ -52,7 +52,7 @@ def kind_of(line: Instruction) -> str | None:
 
 
 def between_slices(line: Instruction) -> str | None:
-    """The collective, such as ``all-reduce``, of which an instruction is the hosts' part; None for others."""
+    """The kind of collective, such as ``all-reduce``, if an instruction is the hosts' part of one; None for others."""
     found = _BETWEEN_SLICES.search(line.attributes)
     kind = found[1].lower().replace("_", "-") if found else None
     return "collective-permute" if kind == "one-to-one" else kind
@@ -69,12 +69,12 @@ def groups_of(line: Instruction, devices: int) -> list[list[int]]:
         ids = np.arange(math.prod(source)).reshape(source)
         return (ids.transpose(order) if order else ids).reshape(shape).tolist()
     found = _EXPLICIT.search(line.attributes)
-    given = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", found[1])] if found else []
-    return [list(group) for group in given if group] or [list(range(devices))]
+    listed = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", found[1])] if found else []
+    return [list(group) for group in listed if group] or [list(range(devices))]
 
 
 def _named_groups(axes: str, ids: str | None, used: str) -> list[list[int]]:
-    """Groups along some axes of a mesh given in the text, ``['a'=2,'b'=4] {'b'}``; ``'b':(2)2`` is part of an axis."""
+    """The groups along the `used` axes of a mesh, from a text ``['a'=2,'b'=4] {'b'}``; ``'b':(2)2`` is a part of b."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     parts = {
         name: (int(before or 1), int(size or 0))
@@ -82,9 +82,9 @@ def _named_groups(axes: str, ids: str | None, used: str) -> list[list[int]]:
     }
     shape, chosen = [], []
     for name, size in sizes.items():
-        before, own = parts.get(name, (1, 1))
-        own = own or size
-        shape += [before, own, size // before // own]
+        before, extent = parts.get(name, (1, 1))
+        extent = extent or size
+        shape += [before, extent, size // before // extent]
         chosen += [False, name in parts, False]
     devices = _order(ids, math.prod(sizes.values())).reshape(shape)
     rest = [axis for axis, is_chosen in enumerate(chosen) if not is_chosen]
@@ -94,7 +94,7 @@ def _named_groups(axes: str, ids: str | None, used: str) -> list[list[int]]:
 
 
 def _order(ids: str | None, count: int) -> np.ndarray:
-    """The devices of a mesh in its order: counted, or ``[8,2]T(1,0)`` transposed, or listed."""
+    """The devices in the order of a mesh: 0, 1, ... without `ids`; else transposed, ``[8,2]T(1,0)``, or listed."""
     if not ids:
         return np.arange(count)
     found = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids)
@@ -124,15 +124,15 @@ class Traffic:
 
     axes: str  # of the mesh, as in "fsdp" or "data+fsdp"; "all" if no axis varies alone
     bytes: float  # that one device sends
-    seconds: float  # for which it keeps its links
+    seconds: float  # for which the links are busy
     delay: float = 0.0  # additional time until arrival, when the links are free again
-    dtype: str = ""  # of what is sent
-    ways: tuple[str, ...] = WAYS  # the directions in which it is sent
+    dtype: str = ""  # of the largest array
+    ways: tuple[str, ...] = WAYS  # the directions in which the links are used
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """A mesh laid over a slice: what a collective of the program costs."""
+    """The traffic of collectives over a mesh whose devices are placed on a slice."""
 
     pod: Pod
     axes: dict[str, int]
@@ -170,8 +170,8 @@ class Fabric:
         shape = tuple(self.axes.values())
         varying = set()
         for group in groups:
-            where = np.unravel_index(np.asarray(group), shape)
-            varying |= {axis for axis, at in zip(self.axes, where, strict=True) if len(set(at.tolist())) > 1}
+            indices = np.unravel_index(np.asarray(group), shape)
+            varying |= {axis for axis, at in zip(self.axes, indices, strict=True) if len(set(at.tolist())) > 1}
         return "+".join(axis for axis in self.axes if axis in varying) or "none"
 
     def _links(self, group: Sequence[int]) -> Iterator[tuple[int, float, bool]]:
@@ -228,11 +228,12 @@ class Fabric:
 
 
 def _moved(line: Instruction, kind: str, size: int) -> float:
-    """Bytes of the whole array that a group of `size` devices gathers, scatters or reduces; for other kinds, of one
-    device."""
+    """Bytes of the whole array that a group of `size` devices gathers, scatters or reduces; for other kinds, the
+    bytes of one device.
+    """
     results = [array.bytes for array in line.results]
     if line.opcode.endswith("-start"):
-        # The state of what was started: its operands, its results, and what synchronises them.
+        # The result of a start is a tuple: the operands, the results, and scalars for synchronisation.
         results = [array.bytes for array in line.results if array.shape]
         results = results[len(results) // 2 :] if len(results) > 1 and kind != "all-reduce" else results
     # An all-reduce after which each device keeps its part is a reduce-scatter too, but its result is the whole array.

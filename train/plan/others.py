@@ -49,20 +49,20 @@ class AnyKernels(Kernels):
     """Kernels of a program on one device, ours and others'."""
 
     schedules: Path | None = None  # folder of the compiler's dump
-    blocks: Blocks | None = None  # of calls that do not state theirs
+    blocks: Blocks | None = None  # block sizes of calls that do not state them
 
     def seconds(self, line: Instruction) -> float | None:
         """The time of a custom call; for a kernel that is not ours
 
             cycles = cycles for 512 x 512 of area  x  heads x queries x keys x share of tiles visited / 512^2 / cores
 
-        from the bundles of its tiles, with starts and ends of rows, and no part below the minimum for its products.
-        None if the schedule, blocks or parts are unknown.
+        where the first factor comes from the bundles of the kernel's parts: tiles, and starts and ends of rows. No part
+        counts less than the minimum for its matrix products. None if the schedule, blocks or parts are unknown.
         """
-        own = super().seconds(line)
-        call = None if own is not None else others_call(line, self.blocks)
+        ours = super().seconds(line)
+        call = None if ours is not None else others_call(line, self.blocks)
         if call is None or call.blocks is None:
-            return own
+            return ours
         found = self._cost(call, line)
         if found is None:
             return None
@@ -94,7 +94,7 @@ def _base(name: str) -> str:
 
 
 def _attempt(kernel: Kernel, program: KernelProgram, index: int, on: Kernels) -> Cost | None:
-    """The cost of a kernel for one way to run it; None if its parts do not match that way."""
+    """The cost of a kernel as the one with this index in a program; None if its parts do not match."""
     try:
         return cost(kernel, program.launches[index], on.pod.chip)
     except ValueError:
@@ -102,21 +102,24 @@ def _attempt(kernel: Kernel, program: KernelProgram, index: int, on: Kernels) ->
 
 
 def others_call(line: Instruction, blocks: Blocks | None = None) -> OthersCall | None:
-    """The call of an attention kernel of others; None for anything else.
+    """The call of an attention kernel of another library; None for anything else.
 
     Queries and keys are ``[..., heads, tokens, size]``. Splash's calls have their block sizes in the metadata; `blocks`
-    are used for calls without.
+    are used for calls without it.
     """
     operands = arrays(line.attribute(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
     tokens = [array.shape for array in operands if array.dtype in _FLOAT and len(array.shape) >= 3]
     if not _NAME.search(line.name) or len(tokens) < 3:
         return None
     q, k = tokens[:2]
-    return OthersCall(line.name, math.prod(q[:-2]), q[-2], k[-2], q[-1], told_blocks(line) or blocks)
+    return OthersCall(line.name, math.prod(q[:-2]), q[-2], k[-2], q[-1], blocks_in_metadata(line) or blocks)
 
 
-def told_blocks(line: Instruction) -> Blocks | None:
-    """The block sizes in a call's metadata, ``{"block_q": 1024, ...}``; of the backward kernels with their suffix."""
+def blocks_in_metadata(line: Instruction) -> Blocks | None:
+    """The block sizes in a call's metadata, ``{"block_q": 1024, ...}``; None if it has none.
+
+    The names of backward kernels' sizes have the suffix ``_dq`` or ``_dkv``.
+    """
     found = _METADATA.search(line.attributes.replace("\\", ""))
     if found is None:
         return None
@@ -127,7 +130,7 @@ def told_blocks(line: Instruction) -> Blocks | None:
 
 
 def _programs(line: Instruction) -> list[tuple[_Program, int]]:
-    """Programs that a kernel of that name may belong to, and its index among their kernels."""
+    """The programs that a call's kernel may belong to, by its name, each with its index among the program's kernels."""
     if "_dq" in line.name:
         return [(implementations.splash_two_kernel_backward, 1)]
     if "_dkv" in line.name:

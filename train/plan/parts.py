@@ -59,7 +59,7 @@ class Widths:
         return cls(decoder.model_dim, decoder.mlp_dim, decoder.vocab_size, heads, decoder.head_dim, length, devices)
 
     def shards(self, size: int) -> set[int]:
-        """A size, and its part on a device if it is split; without values that equal another whole size."""
+        """A size, and its shards' sizes if it is split over devices, except those that equal another whole size."""
         others = {self.model, self.hidden, self.vocabulary, self.length, self.head, *self.heads} - {size}
         others |= {heads * self.head for heads in self.heads}
         return {size} | (self._split(size) - others)
@@ -80,7 +80,7 @@ class Widths:
 
 
 def pass_of(op_name: str) -> str:
-    """The pass of an instruction; neither for the optimizer, which is not differentiated."""
+    """The pass of an instruction; `NEITHER` for the optimizer, which is not differentiated."""
     if "rematted_computation" in op_name:
         return AGAIN
     if "transpose(" in op_name:
@@ -112,7 +112,7 @@ def _of_products(found: list[Product], op_name: str, widths: Widths) -> str:
 
 
 def _is_of_heads(product: Product, op_name: str, widths: Widths) -> bool:
-    """Whether it is one product for every head: the scores, or the weighted values.
+    """Whether a product is done for every head: the scores, or the weighted values.
 
     Both operands and the result have heads and tokens; parameters have no tokens. If the tokens are split, the name
     decides.
@@ -123,7 +123,7 @@ def _is_of_heads(product: Product, op_name: str, widths: Widths) -> bool:
 
 
 def _of_name(module: Module, line: Instruction, widths: Widths) -> str | None:
-    """The part given by the name, or by sizes that are the vocabulary's."""
+    """The part by the instruction's name, or by the size of the vocabulary in a result; None if neither decides."""
     name = line.op_name
     in_layer = bool(_LAYER_NAME.search(name))
     if _HEAD_NAME.search(name):
@@ -139,7 +139,7 @@ def _of_name(module: Module, line: Instruction, widths: Widths) -> str | None:
 
 
 def _looks_up(module: Module, line: Instruction) -> bool:
-    """Whether it is, or prepares, a gather or scatter outside the layers."""
+    """Whether an instruction is, or prepares, a gather or scatter outside the layers."""
     return is_lookup(module, line) or any(word in line.op_name.rpartition("/")[2] for word in LOOKUPS)
 
 

@@ -35,9 +35,9 @@ class Plan:
     memory: Memory
     flops: Flops
     tally: Tally
-    flags: str = ""  # with which it was compiled
-    share: float = 1.0  # of the FLOPs of an update: a third for a forward pass alone
-    largest: tuple[Allocation, ...] = ()  # of its temporary memory
+    flags: str = ""  # compiler flags of the step
+    share: float = 1.0  # the share of an update's FLOPs that the step executes: a third for a forward pass alone
+    largest: tuple[Allocation, ...] = ()  # temporary arrays of the step
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the FLOPs of `update_flops`, over the chips' peak in that time."""
+        """Model FLOPs utilisation: the FLOPs of `update_flops`, over the peak FLOPs of all chips in `seconds`."""
         return self._utilisation(self.flops)
 
     @property
@@ -119,13 +119,13 @@ def read_step(
     """The time by parts of a compiled step, of any trainer, for the model of a config.
 
     Args:
-        name: of the step.
+        name: the name of the step.
         config: the model, mask and length of the step.
         on: the pod that it is compiled for.
         compiled: the step.
-        tokens: of a step, if they differ from the config's.
+        tokens: the tokens of the step, if they differ from the config's.
         schedules: folder of the compiler's dump, for the costs of kernels that are not ours.
-        blocks: of such kernels, if their calls do not state them.
+        blocks: the block sizes of such kernels, if their calls do not state them.
     """
     decoder, train = decoder_config(config), config.train
     share = visited_share(decoder.layers, train.length, decoder.causal)
@@ -137,19 +137,22 @@ def read_step(
 
 
 def _in_a_slice(axes: dict[str, int], slices: int) -> dict[str, int]:
-    """The mesh of a slice. Slices are along `replica`; in a mesh without it, along the first axis that they divide."""
+    """The mesh of one slice. Slices are along `replica`; in a mesh without it, along the first axis whose size is a
+    multiple of `slices`.
+    """
     split = "replica" if "replica" in axes else next((name for name, size in axes.items() if size % slices == 0), None)
     check(split is not None, f"--slices: expected a mesh that {slices} slices divide, found {axes}")
     return {**axes, split: axes[split] // slices}
 
 
 def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
-    """The tokens of a row in a group of devices that exchange heads, or on one device, if the layout spreads them.
+    """The tokens of a row on one device, or in a group of devices that exchange heads, if the layout spreads them over
+    the row.
 
-    For a mesh with axes that are not ours the layout is unknown.
+    Infinity for a layout that keeps tokens in order, and for a mesh with other axes than ours, whose layout is unknown.
     """
     if set(axes) != set(AXES):
         return float("inf")
-    where = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
-    width = where.ulysses if "ring-ulysses" in where.strategies else 1
-    return width * config.train.length / where.layout.shards if where.layout.reorders else float("inf")
+    placed = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
+    width = placed.ulysses if "ring-ulysses" in placed.strategies else 1
+    return width * config.train.length / placed.layout.shards if placed.layout.reorders else float("inf")

@@ -124,10 +124,9 @@ def pod(name: str, slices: int = 1) -> Pod:
 
 
 def box(coordinates: Sequence[Coordinates]) -> list[tuple[int, int]] | None:
-    """The dimensions of the box that some devices fill: how many are along each, and how far apart; None if they fill
-    no box.
+    """For each dimension of the box that some devices fill: how many devices are along it, and how far apart.
 
-    The device on its chip is the last dimension.
+    The last dimension is the device's number on its chip. None if the devices do not fill a box.
     """
     sides = []
     for values in zip(*coordinates, strict=True):

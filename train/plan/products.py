@@ -73,7 +73,7 @@ def _of_convolution(line: Instruction, left: tuple[int, ...], right: tuple[int, 
 
         result's batch x result's features x kernel's inputs x product over window dimensions of  places hit
 
-    where padding and the holes of a dilated operand are not hit: batched matrix products are written with these.
+    where padding and the holes of a dilated operand are not hit. The compiler uses these for batched matrix products.
     """
     labels = _LABELS.search(line.attributes)
     if labels is None:

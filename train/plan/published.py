@@ -54,14 +54,14 @@ class Published:
     guessed: str = "what is recomputed"
     slices: int = 1
     seconds: float | None = None  # of a step, as logged
-    pairs: Literal["half", "all"] = "half"  # of attention, that the number counts
+    pairs: Literal["half", "all"] = "half"  # the share of attention's pairs that the published number counts
     counts_lookup: bool = False  # whether it counts the embedding as a product
     accumulate: int = 1
-    flags: str = ""  # of the compiler, those that the present one accepts
+    flags: str = ""  # compiler flags of the recipe that the present compiler accepts
 
     @property
     def config(self) -> Config:
-        """The config of the same run here."""
+        """The config of the same run in this trainer."""
         fixed = {"tied_head": False, "compute_dtype": "bfloat16", "remat": self.remat}
         train = {"length": self.length, "batch_tokens": self.rows * self.length, "loss_chunks": 4}
         split = {

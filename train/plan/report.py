@@ -20,8 +20,8 @@ def show(plan: Plan, console: Console) -> None:
     largest = (_largest(plan),) if plan.largest else ()
     console.print(Group(_memory(plan), *largest, _traffic(plan), _step(plan)))
     console.print(assumptions(plan), highlight=False)
-    if whole := replicated_parameters(plan.config, AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))):
-        console.print(f"warning: {whole}", highlight=False)
+    if message := replicated_parameters(plan.config, AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))):
+        console.print(f"warning: {message}", highlight=False)
     console.print(f"The step was {compiled_with(plan.flags)}", highlight=False)
 
 
@@ -36,9 +36,9 @@ def mesh_text(axes: dict[str, int]) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    of = "half a chip" if plan.pod.network.devices > 1 else "a chip"
-    table = Table("", "GiB", "share", title=f"HBM of {of}: {plan.pod.name}, {mesh_text(plan.axes)}")
-    memory, whole = plan.memory, plan.pod.hbm_bytes
+    unit = "half a chip" if plan.pod.network.devices > 1 else "a chip"
+    table = Table("", "GiB", "share", title=f"HBM of {unit}: {plan.pod.name}, {mesh_text(plan.axes)}")
+    memory, hbm = plan.memory, plan.pod.hbm_bytes
     rows = {
         "parameters": memory.parameters,
         "optimizer": memory.optimizer,
@@ -47,10 +47,10 @@ def _memory(plan: Plan) -> Table:
         "activations, gradients, gathered parameters": memory.temp,
         "program": memory.program,
         "all": memory.total,
-        "available to a program": whole,
+        "available to a program": hbm,
     }
     for name, size in rows.items():
-        table.add_row(name, f"{size / GIB:,.2f}", f"{size / whole:.1%}")
+        table.add_row(name, f"{size / GIB:,.2f}", f"{size / hbm:.1%}")
     return table
 
 

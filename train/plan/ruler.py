@@ -1,4 +1,4 @@
-"""Measures a compiled step, of any trainer, in one way: its time by parts of a decoder and by passes."""
+"""Measures compiled steps of any trainer in the same way: the time by parts of a decoder and by passes."""
 
 from __future__ import annotations
 

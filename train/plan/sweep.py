@@ -30,7 +30,7 @@ from train.runtime.lines import in_a_line
 SWEPT = ("ring", "all-gather", "ulysses")
 
 _HEADROOM = 1.3
-"""The tolerance of the rough memory count before a candidate is left out."""
+"""A candidate is left out if its rough memory is more than this many times the HBM of a device."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, on
 
 
 def _tokens(config: Config, axes: dict[str, int]) -> float:
-    """Tokens of one device at a time."""
+    """Tokens that one device processes at a time."""
     shares = prod(axes[name] for name in ("replica", "data", "fsdp", "context"))
     return config.train.batch_tokens / config.train.accumulate / shares
 
@@ -163,7 +163,7 @@ def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
     Work runs at 60% of the peak. Over the links, parameters are gathered twice over `fsdp` and `context` and their
     gradients scattered once, in bfloat16, and keys and values circulate around `context` three times. To k slices
     each device sends its share of the gradients, 4 P / devices x (k - 1) / k bytes for each of
-    ``train.accumulate`` parts. Along `tensor` layers wait for four sums of their tokens.
+    ``train.accumulate`` parts. With `tensor`, every layer waits for four all-reduces of its tokens' activations.
     """
     decoder, tokens = decoder_config(config), _tokens(config, axes) * config.train.accumulate
     work = _work(config) / (0.6 * on.chips * on.peak_flops)

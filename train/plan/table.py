@@ -1,5 +1,4 @@
-"""``python -m train.plan.table``: plans the configs in `configs/pods` and published runs of others, and writes the
-page.
+"""``python -m train.plan.table``: plans `configs/pods` and published runs of others, and writes the page.
 
 A plan takes minutes, so results are kept in a file, one per line, and only missing ones are planned. Give names to plan
 these again. ``--page`` plans nothing.
@@ -54,7 +53,7 @@ class Planned:
     topology: str
     config: Config
     slices: int = 1
-    command: str = ""  # for our runs the command; for others what is planned
+    command: str = ""  # for our runs the command; for published runs their settings
     run: Published | None = None
 
     @property
@@ -87,8 +86,8 @@ def _ours(size: str, length: str, topology: str) -> Planned:
     # Four million tokens at once are too many for half the devices that the files are made for.
     halved = () if on.devices >= 512 else ("train.accumulate=2",)
     # Chips with memory to spare need to recompute less.
-    kept = ("model.remat=dots",) if size == "8b" and on.hbm_bytes > 64 * GIB else ()
-    overrides = OVERRIDES.get((size, length, topology), (*halved, *kept))
+    less_remat = ("model.remat=dots",) if size == "8b" and on.hbm_bytes > 64 * GIB else ()
+    overrides = OVERRIDES.get((size, length, topology), (*halved, *less_remat))
     command = " ".join(("python -m train plan", path, "--topology", topology, *overrides))
     return Planned(f"llama-{size}-{length}", topology, load(ROOT / path, overrides), command=command)
 
@@ -131,13 +130,13 @@ def read() -> dict[str, dict[str, Any]]:
 
 
 def result(results: dict[str, dict[str, Any]], entry: Planned) -> dict[str, Any] | None:
-    """The result for an entry; None if there is none, or if it is of another command."""
+    """The result for an entry; None if there is none, or if it was made with another command."""
     found = results.get(entry.key)
     return found if found and found["command"] == entry.command else None
 
 
 def write(results: dict[str, dict[str, Any]]) -> None:
-    """Keeps the results and writes the page."""
+    """Writes the results file and the page."""
     write_file(RESULTS_FILE, "".join(json.dumps(found) + "\n" for found in results.values()))
     write_file(PAGE, page(results))
 
@@ -145,7 +144,7 @@ def write(results: dict[str, dict[str, Any]]) -> None:
 def page(results: dict[str, dict[str, Any]]) -> str:
     """The whole page, from the template in this folder."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
-    ours, theirs = ([entry for entry in entries() if (entry.run is None) == own] for own in (True, False))
+    ours, theirs = ([entry for entry in entries() if (entry.run is None) == is_ours] for is_ours in (True, False))
     return environment.get_template("plans.md.jinja").render(
         each=_each,
         latency=LATENCY,
@@ -157,7 +156,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _each(name: str) -> str:
-    """A number of the network of every generation."""
+    """A number of the network, for each generation, as text."""
     return ", ".join(f"{getattr(chip.network, name):g} ({generation})" for generation, chip in KNOWN.items())
 
 
@@ -168,9 +167,9 @@ def _compared(entry: Planned, found: dict[str, Any] | None) -> str:
         why = "not planned yet" if found is None else found["problem"]
         return _row(*cells, "", *published, why, *[""] * 3, entry.run.guessed)
     predicted = found["teraflops"]
-    done = predicted * (1 + {"full": 1.0, "attention": 1 - found["attention"]}.get(found["remat"], 0.0) / 3)
+    executed = predicted * (1 + {"full": 1.0, "attention": 1 - found["attention"]}.get(found["remat"], 0.0) / 3)
     error = f"{predicted / entry.run.comparable - 1:+.0%}"
-    shown = (f"{predicted:.0f}", error, f"{done:.0f}")
+    shown = (f"{predicted:.0f}", error, f"{executed:.0f}")
     return _row(*cells, f"{found['mesh']}, {found['remat']}", *published, *shown, _share(found), entry.run.guessed)
 
 

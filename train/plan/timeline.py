@@ -2,12 +2,12 @@
 
 The instructions of a computation run in the order in which the compiler scheduled them. A fusion takes the cycles that
 the compiler expects, with its HBM traffic. A look-up or a sort, for which the compiler gives no cycles, takes the time
-of the bytes that it moves. A kernel takes the time of `train.plan.kernels`, a loop that of all its trips, a conditional
-that of its longest branch, times the probability that the mask lets the kernels in it run. A collective that is started
-first and awaited later overlaps with the instructions between; one inside a fusion overlaps with the fusion.
-Collectives over the same mesh axes queue up, except permutations in opposite directions. Any other collective blocks
-everything. An exchange between slices starts when the hosts send it or, if the compiler defers it, with the next
-exchange that is not deferred, and runs until its result is awaited.
+of the bytes that it moves. A kernel takes the time of `train.plan.kernels`, a loop that of all its trips. A
+conditional takes the time of its longest branch, times the probability that the mask lets the kernels in it run. A
+collective that is started first and awaited later overlaps with the instructions between; a collective inside a fusion
+overlaps with the fusion. Collectives over the same mesh axes queue up, except permutations in opposite directions. Any
+other collective blocks everything. An exchange between slices starts when the hosts send it or, if the compiler defers
+it, with the next exchange that is not deferred, and runs until its result is awaited.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class _Walk:
     player: Player
     computation: str
     tally: Tally
-    free: dict = field(default_factory=lambda: defaultdict(float))  # when links of some axes, one way, are free again
-    done: dict[str, float] = field(default_factory=dict)  # when a started transfer will be complete
-    halves: dict[str | None, list[Instruction]] = field(default_factory=dict)  # what is sent and received, by exchange
-    deferred: list[Instruction] = field(default_factory=list)  # deferred: sent with the next exchange that is not
+    free: dict = field(default_factory=lambda: defaultdict(float))  # by axes and direction, when links are free again
+    done: dict[str, float] = field(default_factory=dict)  # by name or channel, when a started transfer is complete
+    halves: dict[str | None, list[Instruction]] = field(default_factory=dict)  # sends and receives, by exchange
+    deferred: list[Instruction] = field(default_factory=list)  # sent with the next exchange that is not deferred
 
     def through(self, lines: list[Instruction]) -> Tally:
         for line in lines:
@@ -166,8 +166,8 @@ class _Walk:
         longest = max(parts, key=lambda name: parts[name].seconds)
         self.tally.add(parts[longest])
         if len(parts) > 1:
-            # Kernels in it count the mean number of visited tiles, which includes no tiles when the branch does not
-            # run.
+            # Kernels in the branch are not scaled: their mean number of visited tiles includes the zero tiles of calls
+            # in which the branch does not run.
             spared = 1 - self.player.chance(longest)
             self.tally.compute -= spared * parts[longest].compute
             self.tally.exposed -= spared * parts[longest].exposed
@@ -185,7 +185,7 @@ class _Walk:
         return found
 
     def _fused(self, line: Instruction, kind: str, traffic: Traffic, channel: str) -> float:
-        """When a fusion has the result of the collective inside it.
+        """The time at which a fusion has the result of the collective inside it; 0 if it does not wait for it.
 
         A collective that one fusion starts and another awaits also appears in each fusion that overlaps with it.
         """
@@ -223,7 +223,7 @@ class _Walk:
         self.deferred.clear()
 
     def _send(self, line: Instruction) -> None:
-        """Starts an exchange with other slices; the ends of its send and of its receive await it."""
+        """Starts an exchange with other slices; the ``-done`` instructions of its send and its receive wait for it."""
         halves = self.halves[_exchange(line)]
         if len(halves) == 1:
             self.tally.unknown["exchange without its other half"] += 1
@@ -234,7 +234,7 @@ class _Walk:
             self.done |= {half.name: end for half in halves}
 
     def _start(self, kind: str, traffic: Traffic) -> float:
-        """The time at which it will be done."""
+        """Starts a collective when its links are free; returns the time at which it is done."""
         self.tally.moved[traffic.axes, kind] += traffic.bytes
         self.tally.busy[traffic.axes] += traffic.seconds
         links = [(traffic.axes, way) for way in traffic.ways]

@@ -20,11 +20,11 @@ Product = tuple[int, int, int]
 class Network:
     """The links of a generation; bandwidths in GB/s, one way."""
 
-    hbm_gib: float  # of a chip, without what the runtime keeps: what libtpu 0.0.42.1 lets programs use
+    hbm_gib: float  # of a chip, as much as libtpu 0.0.42.1 lets programs use; the runtime keeps the rest
     link: float  # between two neighbours
     dcn: float  # of a chip to other slices
     dimensions: int
-    devices: int = 1  # that a chip appears as; they share its links
+    devices: int = 1  # of jax for each chip; they share its links
     within: float = 0.0  # between the devices of a chip
 
     def rings(self, sizes: Sequence[int]) -> tuple[bool, ...]:

@@ -26,14 +26,14 @@ from train.runtime.paths import is_store_error
 from train.runtime.tether import tied
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""Variables for processes without a cluster: the address of process 0 (host:port), the number of processes, this
-one's."""
+"""Variables for processes without a cluster: the address of process 0 (host:port), the number of processes, and
+this process's number."""
 
 LOST = "another process ended or cannot be reached"
 LOST_LINE = "no sign of life from process"
 _SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "UNAVAILABLE", "DEADLINE_EXCEEDED", LOST_LINE)
 _INTERRUPTED, _WRONG_INPUT, _FAILED = 130, 2, 1
-_GRACE = 1.0  # seconds between two processes that find the same error
+_GRACE = 1.0  # seconds in which other processes may report the same error
 _leaving = threading.Lock()
 
 
@@ -45,8 +45,8 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
     """
     if jax.distributed.is_initialized():
         return
-    given = [name for name in EXPLICIT if environment.get(name)]
-    if given and (len(given) == len(EXPLICIT) or not _in_cluster(environment)):
+    present = [name for name in EXPLICIT if environment.get(name)]
+    if present and (len(present) == len(EXPLICIT) or not _in_cluster(environment)):
         address, count, index = _explicit(environment)
         jax.distributed.initialize(address, count, index, cluster_detection_method="deactivate")
     elif _in_cluster(environment):
@@ -88,10 +88,10 @@ def gather(text: str) -> list[str]:
     """The texts of all processes, in their order, returned on every process. All processes must call it."""
     if jax.process_count() == 1:
         return [text]
-    own = np.frombuffer(text.encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(own.size))
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(encoded.size))
     padded = np.zeros(max(lengths.max(), 1), np.uint8)
-    padded[: own.size] = own
+    padded[: encoded.size] = encoded
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
@@ -116,8 +116,8 @@ def collect(function: Callable[[], Any]) -> list[Any]:
     return [_value(outcome) for outcome in gather(json.dumps(_outcome(function)))]
 
 
-def told_once() -> Callable[[str], Any]:
-    """Prints a line, on process 0; nothing on the others."""
+def print_once() -> Callable[[str], Any]:
+    """A function that prints a line on process 0, and does nothing on the other processes."""
     return partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
 
 
@@ -143,7 +143,7 @@ def _value(outcome: str) -> Any:
 
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second one acts as usual. Works in the main thread only.
+    """An event that the first SIGINT or SIGTERM sets; a second one has its usual effect. Works in the main thread only.
 
     With several processes jax itself listens for SIGTERM, notifies the others and lets all stop after the same step. So
     SIGINT becomes a SIGTERM here; ask `reached_preemption`, not the event.
@@ -184,8 +184,8 @@ def reached_preemption(step: int, stop: threading.Event) -> bool:
 def listen(step: int, stop: threading.Event) -> None:
     """Asks for the first time, when a process resumes after `step` updates; call it on all processes.
 
-    jax answers yes at one step only, the one after the furthest that was asked for. A process that got the signal
-    before its first question would wait for step 1, and a resumed run never asks for step 1.
+    jax answers yes at one step only, the one after the furthest step that any process has asked for. A process that
+    got the signal before its first question would wait for step 1, and a resumed run never asks for step 1.
     """
     reached_preemption(1, stop)
     reached_preemption(max(step, 1), stop)
@@ -234,16 +234,16 @@ _LATE = "a loss would be noticed late, by the heartbeats of jax"
 def _leave(error: BaseException) -> None:
     """Ends this process, with one line for a wrong input or a lost process, and a traceback for anything else."""
     _leaving.acquire()  # never released: only one thread may end the process
-    where = f"process {jax.process_index()} of {jax.process_count()}"
+    this_process = f"process {jax.process_index()} of {jax.process_count()}"
     if isinstance(error, KeyboardInterrupt):
-        message, status = f"{where} stopped; the same command resumes from the newest checkpoint", _INTERRUPTED
+        message, status = f"{this_process} stopped; the same command resumes from the newest checkpoint", _INTERRUPTED
     elif is_loss(error):
         detail = str(error).splitlines()[0][:200]
-        message, status = f"error: {where}: {LOST}; start all of them again to resume ({detail})", _FAILED
+        message, status = f"error: {this_process}: {LOST}; start all of them again to resume ({detail})", _FAILED
     elif isinstance(error, ValueError | OSError) or is_store_error(error):
-        message, status = f"error: {where}: {in_a_line(error)}", _WRONG_INPUT
+        message, status = f"error: {this_process}: {in_a_line(error)}", _WRONG_INPUT
     else:
-        message, status = f"error: {where} failed\n{''.join(traceback.format_exception(error))}", _FAILED
+        message, status = f"error: {this_process} failed\n{''.join(traceback.format_exception(error))}", _FAILED
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     if not is_loss(error):

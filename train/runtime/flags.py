@@ -28,8 +28,8 @@ The limits for v6e and 7x are those of MaxText's recipes.
 
 
 def missing(chip: str, given: str) -> str:
-    """The recommended flags of a chip that `given` does not set. A flag that `given` sets to another value is left as
-    is."""
+    """The recommended flags of a chip that `given` does not set. A flag that `given` sets to another value is
+    left out too."""
     names = set(map(_name, given.split()))
     return " ".join(flag for flag in RECOMMENDED.get(chip, ()) if _name(flag) not in names)
 
@@ -37,13 +37,13 @@ def missing(chip: str, given: str) -> str:
 def advice(kind: str) -> str | None:
     """The hint for a user with devices of this kind; None if the environment has all recommended flags."""
     chip = next((chip.name for chip in CHIPS.values() if chip.kind == kind), "")
-    given = os.environ.get(VARIABLE, "")
-    wanted = missing(chip, given)
+    present = os.environ.get(VARIABLE, "")
+    wanted = missing(chip, present)
     if not wanted:
         return None
     return (
         f"{VARIABLE} lacks flags of the compiler that are recommended for {chip}. A step is expected to be shorter in "
-        f'a run that is started with export {VARIABLE}="{f"{given} {wanted}".strip()}"'
+        f'a run that is started with export {VARIABLE}="{f"{present} {wanted}".strip()}"'
     )
 
 

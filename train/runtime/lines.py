@@ -16,5 +16,5 @@ def in_lines(error: BaseException) -> str:
 
 
 def in_a_line(error: BaseException, longest: int | None = None) -> str:
-    """The message of an error, in one line of at most so many letters; its type's name if it has no message."""
+    """The message of an error, in one line of at most `longest` letters; its type's name if it has no message."""
     return " ".join(str(error).split())[:longest] or type(error).__name__

@@ -1,4 +1,4 @@
-"""What a number was measured on: processor, versions, memory held."""
+"""The machine on which numbers are measured: its processor, the versions of packages, the memory in use."""
 
 import importlib.metadata
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGES = ("posjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-"""Those whose versions decide a number."""
+"""Packages whose versions affect measured numbers."""
 
 
 def processor() -> str:
@@ -33,8 +33,8 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def own_versions() -> dict[str, str]:
-    """The versions of everything that decides a number, and the device's name."""
-    import jax  # which the config's reader must not load
+    """The versions of everything that affects measured numbers, and the device's name."""
+    import jax  # imported here, because the reader of configs must not load it
 
     return {"device": jax.devices()[0].device_kind, **versions(PACKAGES)}
 

@@ -1,4 +1,4 @@
-"""Where things are: folders of this machine, and addresses of object stores such as ``gs://bucket/runs``.
+"""Paths: folders of this machine, and addresses of object stores such as ``gs://bucket/runs``.
 
 The hosts of a pod share no disk, so what a run reads and writes may be at any address that fsspec knows. Checkpoints
 may be in local folders and ``gs://`` only, because TensorStore writes their arrays.
@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 CHECKPOINT_SCHEMES = ("gs",)
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout."""
+"""The root folder of the checkout."""
 
 
 def python_path() -> str:
@@ -20,7 +20,7 @@ def python_path() -> str:
 
 
 def path(text: str | os.PathLike) -> Path:
-    """The folder or file at `text`: a `Path` on this machine, also of ``file://`` or ``local://``, else a `UPath`.
+    """The folder or file at `text`: a `Path` on this machine, also for ``file://`` or ``local://``, else a `UPath`.
 
     A `UPath` has the methods of a `Path`. Raises ValueError for a kind of address that is unknown, or whose package is
     not installed.
@@ -30,7 +30,7 @@ def path(text: str | os.PathLike) -> Path:
         return Path(text)
     if scheme in ("file", "local"):
         return Path(unquote(rest))
-    import fsspec  # a local run needs neither of them, and an error in a config appears at once
+    import fsspec  # imported here, so that a local run or an error in a config need not wait for them
     from upath import UPath
 
     try:
@@ -48,7 +48,7 @@ def is_local(location: Path) -> bool:
 
 
 def is_store_error(error: BaseException) -> bool:
-    """Whether it is an error class of the packages for Google's store, which is no OSError; no access, for example."""
+    """Whether an error is of the packages for Google's store, for example on missing access; it is not an OSError."""
     return type(error).__module__.partition(".")[0] in ("gcsfs", "google", "aiohttp")
 
 
@@ -68,7 +68,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def check_output(output: str) -> None:
-    """Raises ValueError for a key `output` where no runs can be."""
+    """Raises ValueError for a value of the key `output` under which runs cannot be saved."""
     try:
         check_checkpoints(path(output))
     except ValueError as error:
@@ -76,7 +76,7 @@ def check_output(output: str) -> None:
 
 
 def check_checkpoints(location: Path) -> None:
-    """Raises ValueError where no checkpoint can be written."""
+    """Raises ValueError for a location where no checkpoint can be written."""
     scheme = getattr(location, "protocol", "")
     if not is_local(location) and scheme not in CHECKPOINT_SCHEMES:
         raise ValueError(

@@ -32,22 +32,22 @@ def tied(
 ) -> Iterator[list[int]]:
     """During a ``with``, calls ``lost(process)`` from a thread when a process has ended without a goodbye.
 
-    Calls ``broken(process)`` when its connection broke; that process is then no longer watched. Process 0 is reached at
-    one of the `hosts` that it names. Gives the processes that cannot reach it within `_PATIENCE`; they are not watched
-    either. `decide` and `gather` are those of `train.runtime.distributed`.
+    Calls ``broken(process)`` when the connection of a process broke; that process is then no longer watched. Process
+    0 is reached at one of the `hosts` that it names. Gives the processes that cannot reach process 0 within
+    `_PATIENCE`; they are not watched either. `decide` and `gather` are those of `train.runtime.distributed`.
     """
     with ExitStack() as stack:
         server = stack.enter_context(_listen()) if index == 0 else None
         address = decide(lambda: [hosts, server.getsockname()[1], secrets.token_hex(_SECRET)])
-        own = None if index == 0 else _connect(*address, index)
-        answers = gather("" if own is None else "tied")
-        ends = {0: own} if own else {}
+        to_first = None if index == 0 else _connect(*address, index)
+        answers = gather("" if to_first is None else "tied")
+        ends = {0: to_first} if to_first else {}
         if server is not None:
             ends = _accept(server, address[2], sum(map(bool, answers)))
         known = decide(lambda: sorted(ends))
         apart = [process for process in range(1, len(answers)) if process not in known]
-        if own and index in apart:
-            own.close()
+        if to_first and index in apart:
+            to_first.close()
             ends = {}
         done = threading.Event()
         for process, end in ends.items():
@@ -99,7 +99,7 @@ def _accept(server: socket.socket, secret: str, count: int) -> dict[int, socket.
 
 
 def _read_card(end: socket.socket) -> bytes:
-    """The bytes by which a process names itself, however they are split; fewer if the connection ends early."""
+    """The bytes by which a process names itself, which may arrive in pieces; fewer if the connection ends early."""
     card = b""
     while len(card) < _SECRET + _NUMBER and (piece := end.recv(_SECRET + _NUMBER - len(card))):
         card += piece

@@ -1,6 +1,6 @@
 """``python -m train bench``: compares attention with other libraries, time and peak memory, in one run.
 
-Every measurement is a process of its own, so that peak memory is measured separately; it includes the interpreter,
+Every measurement runs in a separate process, so that its peak memory is its own; this includes the interpreter,
 libraries and compiler. Time is the best of several calls after one that compiles.
 """
 
@@ -92,12 +92,12 @@ def bench(config: BenchConfig) -> list[Timing]:
 
 
 def measure(name: str, shape: Shape, repeats: int, timeout: int) -> Timing:
-    """One measurement in a process of its own."""
+    """Runs one measurement in a separate process."""
     problem = refuses(name, shape)
     if problem:
         return Timing(name, shape, problem=problem)
-    order = json.dumps({"library": name, "shape": dataclasses.asdict(shape), "repeats": repeats})
-    command = [sys.executable, "-m", "train.workshop.bench", order]
+    request = json.dumps({"library": name, "shape": dataclasses.asdict(shape), "repeats": repeats})
+    command = [sys.executable, "-m", "train.workshop.bench", request]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:

@@ -38,7 +38,7 @@ class Seconds(NamedTuple):
 
 
 def now() -> Seconds:
-    """Both clocks."""
+    """The current time of both clocks."""
     return Seconds(time.perf_counter(), time.process_time())
 
 
@@ -57,19 +57,22 @@ class TimedBlocks:
     _began: Seconds | None = None
 
     def around(self, program: Any) -> Any:
-        """`program`, measured."""
-        own = [None]
+        """`program` with an update that also runs and times the bare blocks."""
+        bare_state = [None]
 
         def update(state: Any, batch: Any) -> Any:
             if self._steps % self.size == 0:
-                self._turn(program, own, state, batch)
+                self._turn(program, bare_state, state, batch)
             self._steps += 1
             return program.update(state, batch)
 
         return dataclasses.replace(program, update=update)
 
     def _turn(self, program: Any, own: list, state: Any, batch: Any) -> None:
-        """Call it after a block of the loop: records its time, and runs a bare block."""
+        """Call it after a block of the loop: records its time, and runs a bare block.
+
+        `own` holds the state of the bare steps; None before the first block.
+        """
         jax.block_until_ready((state, batch))
         if self._began:
             self.loop.append(self._since(self._began))

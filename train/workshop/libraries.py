@@ -1,7 +1,7 @@
-"""ALiBi attention by different libraries, each as a function without arguments that can be timed.
+"""ALiBi attention by different libraries, as functions without arguments that can be timed.
 
-Every library takes the length and the shape and returns a call that runs once and waits for the result: the
-forward pass, or forward and backward with respect to q, k and v. All use inputs from the same normal distribution.
+Each takes a `Shape` and returns a function that runs attention once and waits for the result: the forward pass, or
+forward and backward with respect to q, k and v. All use inputs from the same normal distribution.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Shape:
 
 
 def posjax_blockwise(shape: Shape) -> Callable[[], Any]:
-    """posjax, linear memory."""
+    """posjax's blockwise attention, in linear memory."""
     import posjax as pj
 
     def attend(q, k, v):

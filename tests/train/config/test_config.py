@@ -141,7 +141,7 @@ def test_an_empty_file_is_all_defaults(tmp_path, text):
         ({"data": {"paths": ["a.txt"]}}, "data.paths is read only with data.source=files"),
         ({"data": {"held_out": 1}}, "data.held_out must be at least 0 and below 1"),
         ({"train": {"batch_tokens": 100}}, r"multiple of train.length \(32\), found 100; 96 would work"),
-        ({"train": {"steps": 0}}, "train.steps must be positive, found 0"),
+        ({"train": {"steps": 0}}, "train.steps must be positive, found 0; 0 measures a released model"),
         ({"train": {"steps": 50}}, r"train.warmup_steps must be .* below train.steps \(50\), found 50"),
         ({"train": {"beta2": 1.0}}, "train.beta2 must be"),
         ({"train": {"weight_decay": -1}}, "train.weight_decay must not be negative"),

@@ -9,7 +9,7 @@ from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
 from train.plan.hlo import Instruction, parse
 from train.plan.kernels import visited_share
-from train.plan.others import AnyKernels, others_call, parse_blocks, told_blocks
+from train.plan.others import AnyKernels, blocks_in_metadata, others_call, parse_blocks
 from train.plan.pods import pod
 
 BLOCK, HEADS, LENGTH = 1024, 6, 4096
@@ -98,11 +98,11 @@ def test_a_tile_takes_no_less_than_its_products(tmp_path):
 
 def test_blocks_are_read_from_the_call():
     sizes = {"block_q": 512, "block_kv": 1024, "block_kv_compute": 256, "block_q_dkv": None}
-    assert told_blocks(call(metadata=metadata(**sizes))) == (512, 1024, 256)
+    assert blocks_in_metadata(call(metadata=metadata(**sizes))) == (512, 1024, 256)
     sizes = {"block_q_dkv": 2048, "block_kv_dkv": 512, "block_kv_dkv_compute": None}
-    assert told_blocks(call("splash_mha_dkv_segmented_no_residuals.1", metadata(**sizes))) == (2048, 512, 512)
+    assert blocks_in_metadata(call("splash_mha_dkv_segmented_no_residuals.1", metadata(**sizes))) == (2048, 512, 512)
     assert call(metadata=metadata(**sizes)).op_name == OP_NAME  # it follows the blocks in the text
-    assert told_blocks(call()) is None
+    assert blocks_in_metadata(call()) is None
     assert others_call(call(), (8, 16, 16)).blocks == (8, 16, 16)
     assert others_call(call(metadata=metadata(block_q=512, block_kv=1024)), (8, 16, 16)).blocks == (512, 1024, 1024)
 

@@ -38,23 +38,23 @@ def bench_schedules(config: ScheduleConfig, chips: str, directory: Path) -> list
     if not console.is_terminal:
         console = Console(width=_WIDTH)
     found = versions(("jax", "jaxlib", "libtpu"))
-    results, others, layers = [], [], []
+    results, other_shapes, layers = [], [], []
     for chip in names:
         for name in config.implementations:
             console.print(f"[dim]{chip}: {name} ...[/dim]")
             results += measure_all(name, chip, config.shape, config.timeout)
         for name, shape in itertools.product(CAUSAL, config.shapes):
             console.print(f"[dim]{chip}: {name}, {shape.length} x {shape.head_dim} ...[/dim]")
-            others += measure_all(name, chip, shape, config.timeout)
+            other_shapes += measure_all(name, chip, shape, config.timeout)
         for name in config.layers:
             console.print(f"[dim]{chip}: a layer of {name} ...[/dim]")
             layers.append(layer.measure(name, chip, config.timeout))
     lines = [{"config": dataclasses.asdict(config), "versions": found}]
-    lines += map(dataclasses.asdict, (everything := [*results, *others, *layers]))
+    lines += map(dataclasses.asdict, (everything := [*results, *other_shapes, *layers]))
     write_file(directory / "schedule.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     for chip in names:
-        for make, some in ((table, results), (by_shape, others)):
-            if of_chip := [result for result in some if result.chip == chip]:
+        for make, predictions in ((table, results), (by_shape, other_shapes)):
+            if of_chip := [result for result in predictions if result.chip == chip]:
                 console.print(make(chip, config, of_chip))
     if layers:
         console.print(layer.table(layers))

@@ -1,4 +1,4 @@
-"""Runs the TPU compiler in a process of its own; compiles one function for one TPU, and reads the schedules of its
+"""Runs the TPU compiler in a separate process; compiles one function for one TPU, and reads the schedules of its
 kernels.
 
 libtpu reads its flags once, when it is loaded, so the compiling process is started with them.
@@ -39,7 +39,7 @@ STREAMING = ("posjax_rotation", "posjax_coca", "posjax_coca_gradient", "posjax_a
 class DoesNotCompile(ValueError):
     """The program could not be built or compiled; the message is that of the first error, cut to one line."""
 
-    details = ""  # everything that the compiling process wrote
+    details = ""  # everything that the compiling process wrote to standard error
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ def check_compiler() -> None:
 
 
 def run_compiler(module: str, arguments: Sequence[str], flags: str, timeout: int) -> dict[str, Any]:
-    """The reply of a module that runs in a process of its own, with these flags for libtpu, and ends with `answer`.
+    """The reply of a module that runs in a separate process, with these flags for libtpu, and ends with `answer`.
 
-    A ValueError there is a ValueError here. Any other error, a crash or too much time is a `DoesNotCompile`.
+    A ValueError of the module is raised here as a ValueError; any other error, a crash or a timeout is a
+    `DoesNotCompile`.
     """
     environment = {
         **os.environ,
@@ -121,8 +122,8 @@ def expected_cycles(chip: str, factory: str, arguments: Mapping[str, Any] | None
 
         sum of `estimated_cycles` in the optimised program + bytes of streaming kernels / streaming x clock
 
-    where a streaming kernel is one of ours that reads and writes everything once, at the speed that the compiler
-    assumes for its own sum of float32 arrays. Loops are not multiplied by trips.
+    where a streaming kernel is one of ours that reads and writes everything once. Its speed is that which the
+    compiler assumes for its own sum of float32 arrays. Loops are not multiplied by trips.
     """
     reply, found = _run(chip, factory, arguments, "", timeout), find_chip(chip)
     return reply["expected_cycles"] + reply["streamed_bytes"] / found.device_streaming * found.gigahertz
@@ -138,10 +139,10 @@ def streamed_bytes(program: str) -> int:
 
 
 def _run(chip: str, factory: str, arguments: Mapping[str, Any] | None, flags: str, timeout: int) -> dict[str, Any]:
-    order = {"factory": factory, "arguments": dict(arguments or {}), "topology": find_chip(chip).topology}
+    request = {"factory": factory, "arguments": dict(arguments or {}), "topology": find_chip(chip).topology}
     check_compiler()
-    every = f"{os.environ.get(VARIABLE, '')} {flags}".strip()
-    return run_compiler("train.workshop.schedule.compiling", [json.dumps(order)], every, timeout)
+    all_flags = f"{os.environ.get(VARIABLE, '')} {flags}".strip()
+    return run_compiler("train.workshop.schedule.compiling", [json.dumps(request)], all_flags, timeout)
 
 
 def _child(order: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,11 +171,11 @@ def _words(error: Exception) -> str:
 
 def _load(factory: str) -> Any:
     """The object named by ``MODULE:NAME`` or ``FILE.py:NAME``."""
-    where, _, name = factory.rpartition(":")
-    if not where.endswith(".py"):
-        return getattr(importlib.import_module(where), name)
-    sys.path.insert(0, str(Path(where).resolve().parent))
-    spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+    location, _, name = factory.rpartition(":")
+    if not location.endswith(".py"):
+        return getattr(importlib.import_module(location), name)
+    sys.path.insert(0, str(Path(location).resolve().parent))
+    spec = importlib.util.spec_from_file_location(Path(location).stem, location)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)

@@ -16,8 +16,8 @@ from train.workshop.schedule.program import Blocks, KernelShape
 class ScheduleConfig:
     """The programs: causal attention in bfloat16, batch 1, every implementation at all of its block sizes.
 
-    Our own causal kernels are compiled for all `lengths` and `head_dims` too, if there are any, and whole attention
-    layers of all schemes named in `layers`, whose features need no other kernel than causal attention.
+    If there are `lengths` or `head_dims`, our own causal kernels are compiled for all of these too. Whole attention
+    layers are compiled for the schemes in `layers`, whose features need no other kernel than causal attention.
     """
 
     length: int = 32768
@@ -63,5 +63,5 @@ class Prediction:
     shape: KernelShape
     blocks: Blocks
     costs: tuple[Cost, ...] = ()  # one for every kernel of the implementation
-    temp_bytes: int | None = None  # of the whole function, with the forward pass of a gradient
+    temp_bytes: int | None = None  # of the whole function, with the forward pass that a gradient needs
     problem: str | None = None

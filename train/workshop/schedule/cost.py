@@ -32,7 +32,7 @@ class Executions:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of an implementation: the facts on one launch that its author knows, not the compiler."""
+    """One kernel of an implementation: the facts on one launch that its author knows and the compiler does not."""
 
     kernel: str  # part of the kernel's name; jax adds the names of transformations
     steps: int  # of the grid
@@ -125,8 +125,8 @@ def _hot(part: KernelPart, run: Executions, floor: float) -> Hot:
 def match_runs(kernel: Kernel, launch: Launch) -> dict[int, Executions]:
     """The part that each stated run belongs to, by the index of the part.
 
-    Hot parts are matched in program order. So are conditionals between two hot parts; if there are more than stated,
-    the largest ones. If there are none, the compiler has merged them into the code around them.
+    Hot parts are matched in program order. So are conditionals between two hot parts; if there are more of them than
+    stated, the largest ones are taken, and if there are none, the compiler has merged them into the code around them.
     """
     stated, found = _segments(launch.runs, lambda run: bool(run.products)), _candidates(kernel, _grid(kernel, launch))
     expected = f"{kernel.name}: expected {_words(run.name for run in launch.runs)}"
@@ -199,22 +199,22 @@ def _times(kernel: Kernel, launch: Launch, named: dict[int, Executions], chip: C
     """How often each part runs, over all cores; a part that no run names runs as often as the part around it."""
     grid = _grid(kernel, launch)
     cores, trips = (1, 1) if grid is None else _cores_and_trips(kernel, kernel.parts[grid], launch.steps, chip)
-    never, found = _never(kernel, named), []
+    never, counts = _never(kernel, named), []
     for i, part in enumerate(kernel.parts):
-        above = cores if part.parent is None else found[part.parent]
+        count = cores if part.parent is None else counts[part.parent]
         if i in named:
-            above = named[i].times
+            count = named[i].times
         elif i == grid:
-            above = cores * trips
+            count = cores * trips
         elif i in never:
-            above = 0
+            count = 0
         elif grid is not None and part.parent == grid and part.kind == "branch" and i in _around_hot(kernel):
-            above = launch.steps  # the first and the last trip only fill and drain the pipeline
+            count = launch.steps  # the first and the last trip only fill and drain the pipeline
         elif part.kind == "loop":
             check(part.trips is not None, f"{kernel.name}: a loop of {part.bundles} bundles; state how often it runs")
-            above *= part.trips
-        found.append(above)
-    return found
+            count *= part.trips
+        counts.append(count)
+    return counts
 
 
 def _never(kernel: Kernel, named: dict[int, Executions]) -> set[int]:

@@ -21,13 +21,13 @@ from train.workshop.schedule.posjax_kernels import CAUSAL, on
 from train.workshop.schedule.program import KernelShape
 
 TileSizes = tuple[int, int, int]
-"""Queries, keys, part."""
+"""The block sizes of a kernel: queries, keys, part."""
 TileCosts = tuple[int, int, int]
-"""A whole tile, a masked tile, a row."""
+"""Cycles of a whole tile, of a masked tile, and of a row."""
 
 COSTS_FILE = ROOT / "posjax" / "attention" / "tpu" / "costs.py"
 COST_SHAPE = KernelShape(32768, 4, 128)
-"""The causal attention for measuring costs: with so many rows that their ends matter little."""
+"""The causal attention for measuring costs: with so many rows of tiles that its start and end matter little."""
 
 FORWARD_SIZES = (
     (256, 512, 512),

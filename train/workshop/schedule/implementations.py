@@ -41,7 +41,7 @@ def schedule_of(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeou
 
 
 def causal_tiles(length: int, q: int, kv: int) -> tuple[int, int]:
-    """How many q x kv tiles have only pairs with key <= query, and how many also have others.
+    """How many q x kv tiles have only pairs with key <= query, and how many have some such pairs and some others.
 
     A row of queries [start, end) has floor((start + 1) / kv) tiles of the first kind, out of ceil(end / kv).
     """
@@ -165,7 +165,7 @@ def _moving(launch: Launch, more: float) -> Launch:
 
 
 _FORWARD = {"block_q": 512, "block_kv": 512, "block_kv_compute": 512}
-"""The forward pass that a gradient needs, which is not measured."""
+"""The block sizes of the forward pass that a gradient needs, which is not measured."""
 
 
 def _splash(shape: KernelShape, **sizes) -> Callable:
@@ -203,7 +203,7 @@ def _inputs(shape: KernelShape, count: int) -> list:
 
 
 def _grid(**sizes: tuple[int, ...]) -> tuple[Blocks, ...]:
-    """Every combination."""
+    """Every combination of the sizes."""
     return tuple(dict(zip(sizes, choice, strict=True)) for choice in itertools.product(*sizes.values()))
 
 

@@ -35,7 +35,7 @@ class KernelPart:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, or one of XLA's own fusions: its parts in program order, the whole first."""
+    """One kernel, or one of XLA's own fusions: its parts in program order, the whole kernel first."""
 
     name: str
     is_custom: bool  # written by hand: a Pallas kernel

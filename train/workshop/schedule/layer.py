@@ -34,7 +34,7 @@ class AttentionLayer:
 
     @property
     def total(self) -> float:
-        """The sum, as they run one after the other."""
+        """The sum of both, since they run one after the other."""
         return self.others + self.kernel
 
 

@@ -39,7 +39,7 @@ class Region:
         return self.stop - self.start - sum(part.stop - part.start for part in self.parts)
 
     def own(self, rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """The rows of its own bundles, from the listing's rows, one per bundle."""
+        """The rows of the bundles that are not in nested regions; `rows` has one row for each bundle of the listing."""
         edges = [self.start, *(edge for part in self.parts for edge in (part.start, part.stop)), self.stop]
         return [row for start, stop in zip(edges[::2], edges[1::2], strict=True) for row in rows[start:stop]]
 
@@ -139,7 +139,7 @@ def _trips(bundles: Sequence[_Bundle], start: int, stop: int, predicate: str) ->
 
 
 def _nest(outer: Region, inner: Sequence[Region]) -> Region:
-    """`outer` with all of `inner` nested in each other, given outer regions first."""
+    """`outer` with the regions `inner` nested in it and in each other; `inner` has outer regions first."""
     parts, rest = [], list(inner)
     while rest:
         head, tail = rest[0], rest[1:]

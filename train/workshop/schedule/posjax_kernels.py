@@ -44,8 +44,8 @@ _ELSEWHERE = Blocks(512, 512, 512)
 class Case:
     """The operands and options of attention, in addition to queries, keys and values."""
 
-    bias: Callable[[Any, int], Any] | None = None  # of learned numbers and of how many heads there are
-    mask: Callable[[Any], Mask] = lambda ids: Causal()  # of the tokens' segments
+    bias: Callable[[Any, int], Any] | None = None  # from learned numbers and the number of heads
+    mask: Callable[[Any], Mask] = lambda ids: Causal()  # from the tokens' segment ids
     beyond: int | None = None  # the distance from which a second pair of features scores
     bounded: bool | None = False  # whether a bound replaces the running maximum; None: as is best for the chip
     learned: bool = False  # whether gradients of the bias' numbers are wanted
@@ -56,7 +56,7 @@ class Case:
 
 
 def on(chip: str) -> Target:
-    """The kernels' facts on a chip."""
+    """The facts on a chip that the kernels use."""
     return next(found for found in TARGETS.values() if found.name == chip)
 
 
@@ -85,7 +85,10 @@ def _segments(ids) -> Mask:
 
 
 def operands(case: Case, q, k, v, numbers, ids) -> Operands:
-    """An attention call. The features of remapped pairs differ from those of near ones; their values do not matter."""
+    """The operands of an attention call.
+
+    The features of remapped pairs differ from those of near ones; their values do not matter.
+    """
     heads, tokens = k.shape[1:3]
     remap = () if case.beyond is None else (RemappedPair(_other(q), _other(k), Beyond(case.beyond)),)
     bias = case.bias and case.bias(numbers, heads)
@@ -118,7 +121,7 @@ def _planned(case: Case, shape: KernelShape, blocks: Blocks, ids) -> TilePlan:
 
 
 def _counted(plan: TilePlan, which) -> dict[Kind, int]:
-    """Of those tiles, how many are of each kind."""
+    """How many of the tiles where `which` is true are of each kind."""
     counts = Counter(plan.grid[which].tolist())
     return {kind: counts[n] for n, kind in enumerate(plan.kinds, start=1)}
 
@@ -131,7 +134,7 @@ def ends(case: Case, shape: KernelShape, blocks: Blocks) -> tuple[dict[Kind, int
 
 
 def documents(shape: KernelShape) -> np.ndarray:
-    """Segments of the tokens, ``[1, length]``."""
+    """Segment ids of the tokens, ``[1, length]``."""
     return (np.arange(shape.length, dtype=np.int32) * DOCUMENTS // shape.length)[None]
 
 
@@ -201,7 +204,7 @@ def _runs(
 
 
 def _with_ends(runs: list[Executions], shape: KernelShape, ends: tuple) -> list[Executions]:
-    """For every kind of tile, the code that runs only in the first or the last tile of a block of queries."""
+    """The runs of tiles, with the code inside that runs only in the first or the last tile of a block of queries."""
     first, last = ({_name(kind): shape.heads * count for kind, count in counts.items()} for counts in ends)
 
     def inside(name: str) -> tuple[Executions, Executions]:
@@ -301,4 +304,4 @@ OWN_KERNELS = {
     "posjax T5 with its gradient, backward": _backward_implementation(Case(_t5, bounded=None, learned=True)),
     "posjax KERPLE with its gradient, backward": _backward_implementation(Case(_kerple, bounded=None, learned=True)),
 }
-"""Contenders by their names in tables and configs. Biases use the mode that is best for the chip."""
+"""Implementations by their names in tables and configs. Biases use the mode that is best for the chip."""

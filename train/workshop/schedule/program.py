@@ -1,4 +1,4 @@
-"""Contenders: programs to compile, and their authors' facts on the kernels."""
+"""Implementations to compare: programs to compile, and what their authors state about the kernels."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class KernelProgram:
-    """A function to compile, built only in the compiling process, and its author's facts on its kernels."""
+    """A function to compile, built only in the compiling process, and what its author states about its kernels."""
 
     make: Callable[[], tuple[Callable, list]]  # the function and its abstract arguments
-    launches: tuple[Launch, ...]  # one for each kernel, each at its own best block sizes
+    launches: tuple[Launch, ...]  # one for each kernel; tables show each at its own best block sizes
 
 
 @dataclass(frozen=True)
 class Implementation:
     """A family of programs, one for every choice of block sizes."""
 
-    build: Callable[..., KernelProgram]  # of a shape, of block sizes by name, and of the chip's name if that matters
+    build: Callable[..., KernelProgram]  # from a shape, block sizes by name, and if `by_chip` the chip's name
     sweep: tuple[Blocks, ...]
     needs: str | None = None  # a package that may not be installed
     by_chip: bool = False
-    against: Callable[[str], str] | None = None  # by the chip's name, the implementation to which its cost is compared
+    against: Callable[[str], str] | None = None  # from a chip's name to the implementation to compare with
 
     def program(self, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
         """The program for one chip."""

@@ -29,7 +29,7 @@ _COLUMNS = (
 
 
 def best(results: Sequence[Prediction]) -> list[Prediction]:
-    """For one implementation on one chip, the cheapest measurement of each of its kernels, with only that kernel."""
+    """The cheapest measurement of each kernel of one implementation on one chip, with the cost of that kernel alone."""
     measured = [result for result in results if result.costs]
     kernels = range(len(measured[0].costs) if measured else 0)
     cheapest = [min(measured, key=lambda result, i=i: result.costs[i].bundles) for i in kernels]
@@ -59,8 +59,8 @@ def by_shape(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -
     grid = Table("kernel", "head size", *(f"{length:,} tokens" for length in lengths), title=title)
     for name in dict.fromkeys(result.implementation for result in results):
         for head_dim in sorted({result.shape.head_dim for result in results}):
-            of = [result for result in _of(results, name) if result.shape.head_dim == head_dim]
-            cells = (_cell([result for result in of if result.shape.length == length]) for length in lengths)
+            of_size = [result for result in _of(results, name) if result.shape.head_dim == head_dim]
+            cells = (_cell([result for result in of_size if result.shape.length == length]) for length in lengths)
             grid.add_row(name, str(head_dim), *cells)
     return grid
 
@@ -74,7 +74,7 @@ def _cell(results: Sequence[Prediction]) -> str:
 
 
 def against(chip: str, name: str, results: Sequence[Prediction]) -> Cost | None:
-    """The reference cost for an implementation's ratio, each at its best blocks; None if there is none."""
+    """The cost, at the best blocks, with which an implementation is compared; None if it is compared with none."""
     other = SCHEDULED[name].against
     found = best(_of(results, other(chip))) if other else []
     return found[0].costs[0] if found else None
@@ -100,7 +100,7 @@ def _rows(name: str, results: Sequence[Prediction], other: Cost | None) -> Itera
 
 
 def _sums(costs: Sequence[Cost], other: Cost | None) -> Iterator[str]:
-    """From cost to millions of cycles, over one or several kernels."""
+    """The columns from "cost" to "Mcycles", summed over kernels."""
     for field in ("bundles", "floor", "cycles"):
         yield f"{sum(getattr(cost, field) for cost in costs):,.0f}"
     ratios = (sum(getattr(cost, field) for cost in costs) / getattr(other, field) for field in ("bundles", "cycles"))
