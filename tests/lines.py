@@ -1,6 +1,6 @@
 """A pytest plugin that records which lines of the library each test file runs; needs Python 3.12.
 
-    PYTHONPATH=.:tests pytest -p lines --lines FOLDER
+    PYTHONPATH=.:tests pytest -p lines --lines=FOLDER
 
 It writes a JSON file into FOLDER for every test file: for each module, the numbers of the lines that ran. A line is
 reported once for each test file (``sys.monitoring``), so the suite is hardly slower. Coverage with a context for each

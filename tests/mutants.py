@@ -1,6 +1,6 @@
 """Mutation testing: makes small changes in lines that compute, and checks that the test suite notices them.
 
-    PYTHONPATH=.:tests pytest -p lines --lines LINES
+    PYTHONPATH=.:tests pytest -p lines --lines=LINES
     python tests/mutants.py LINES REPORT [--seed 0] [--count 100] [--workers 1]
 
 A mutant is one change of one expression: a different operator, comparison or function, a number one larger, or a
