@@ -1,4 +1,4 @@
-"""Every way a Transformer tells position, and runs past its training length, as pure JAX functions."""
+"""Every way to encode position in a Transformer, and to run it beyond its training length, as pure JAX functions."""
 
 import importlib
 
