@@ -18,6 +18,7 @@ from train.report.numbers import (
     is_above_chance,
     labels,
     last_length,
+    measures,
     notes,
     perplexity_rows,
     positions,
@@ -76,7 +77,7 @@ def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
     """The figures for which the rows have enough numbers."""
     texts = perplexity_rows(rows)
     by_length = figure.draw(rows, about.title, f"{about.model}. {about.text}.")
-    found = [Picture("figure.png", by_length, _ALT, _caption(_CAPTION.format(length=last_length(texts)), texts))]
+    found = [Picture("figure.png", by_length, _ALT, _by_length(texts))]
     measured = trainings(rows)
     trained = [row for row in texts if row["label"] in measured]
     if trained:
@@ -96,6 +97,12 @@ def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
     return found
 
 
+def _by_length(rows: Sequence[Row]) -> str:
+    """The caption of the figure of perplexity against length."""
+    sliding = [_SLIDING] if "sliding" in measures(rows) else []
+    return _caption(" ".join([_WINDOWS.format(length=last_length(rows)), *sliding, _PERPLEXITY]), rows)
+
+
 def _caption(text: str, rows: Sequence[Row]) -> str:
     """The text, and the explanation that all line figures of these rows share."""
     sentences = {
@@ -108,13 +115,13 @@ def _caption(text: str, rows: Sequence[Row]) -> str:
 
 _SEEDS = "Bands are one standard deviation over seeds; where seeds differ widely each is a thin line beside the mean."
 _ALT = "Perplexity against evaluation length, one line for each scheme"
-_CAPTION = (
-    "Whole window: every token of non-overlapping windows counts, so short windows suffer from their first tokens "
-    "having little context. Last tokens: only the last {length} count, the same ones at every length, so a falling "
-    "line says that more context helps and a rising one that it hurts. Sliding window, where there is one: the tokens "
-    "that it uncovers with every step, the same ones at every length. Perplexity is exp of the mean negative "
-    "log-likelihood over tokens."
+_WINDOWS = (
+    "Whole window: all tokens of windows that do not overlap. In short windows most tokens have little context. Last "
+    "tokens: only the last {length} tokens, the same ones at every length. There a falling line means that more "
+    "context helps, and a rising line that it harms."
 )
+_SLIDING = "Sliding window: the new tokens of each step of a window, the same ones at every length."
+_PERPLEXITY = "Perplexity is exp of the mean negative log-likelihood over tokens."
 _TRAINING_ALT = "Held-out loss against training tokens, one line for each trained scheme"
 _TRAINING = (
     "The loss of held-out rows at the training length while the schemes trained, from the same weights or seeds on. "
@@ -122,23 +129,25 @@ _TRAINING = (
 )
 _REACHED_ALT = "The share of seeds that have not reached the loss against updates, one line for each trained scheme"
 _REACHED = (
-    "The share of trainings whose logged loss was not yet below the one that ends them. A line that stays high belongs "
-    "to seeds that did not reach it within all updates."
+    "The share of trainings whose logged loss was not yet below the loss that ends a training. A line stays high if "
+    "seeds did not reach it within all updates."
 )
 _POSITIONS_ALT = "Perplexity against the number of tokens before, one line for each scheme"
 _POSITIONS = (
-    "The tokens of the windows of the longest length that each scheme can be measured at on at least {few} windows, "
-    "by how many tokens of the window come before them, in parts of at least {tokens} tokens. Where a line turns "
+    "Perplexity by position: tokens with similar numbers of tokens before them in the window are averaged, at least "
+    "{tokens} at a time. Each scheme has the longest windows of which there are at least {few}. Where a line turns "
     "upwards the model begins to fail. The axis ends at 40 times the lowest value."
 )
 _TASKS_ALT = "Accuracy against length, one panel for each task and one line for each scheme"
 _TASKS = (
-    "The share of answers that are right, over all depths of tasks that have some. Dotted, across: what a guess would "
-    "get where that is worth a line. The pass key in a text counts if it is anywhere in what the model writes; any "
-    "other answer if all its tokens are the likeliest ones, each given the true text before it."
+    "The share of right answers, over all depths if the task has depths. Dotted: the accuracy of a guess, if that is "
+    "not negligible. A pass key is right if it is anywhere in the text that the model writes; any other answer is "
+    "right if each of its tokens is the most likely one, given the true text before it."
 )
 _DEPTHS_ALT = "Accuracy by depth and length, one map for each task and scheme"
-_DEPTHS = "The share of right answers by where in the text they stand: 0 is its front, 1 its end. Mean over seeds."
+_DEPTHS = (
+    "The share of right answers by the depth of the answer: 0 is the front of the text, 1 its end. Mean over seeds."
+)
 
 
 def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trials: Sequence[Row] = ()) -> str:
