@@ -58,6 +58,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.option.lines:
+    # The process that distributes tests hears of every test too, but runs none.
+    distributes = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if config.option.lines and not distributes:
         config.option.lines.mkdir(parents=True, exist_ok=True)
         config.pluginmanager.register(Lines(config.option.lines))
