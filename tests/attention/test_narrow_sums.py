@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +55,8 @@ def test_rows_taken_one_after_the_other_are_all_counted(spec):
     start = jax.device_get(jax.jit(spec.init, static_argnums=1)(jax.random.key(0), HEADS))
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start)
     one, every = gradient(params, np.arange(ROWS) < 1), gradient(params, np.ones(ROWS, bool))
-    for part, whole in zip(jax.tree.leaves(one), jax.tree.leaves(every), strict=True):
-        wanted = np.asarray(part, np.float32) * ROWS
-        np.testing.assert_allclose(np.asarray(whole, np.float32), wanted, rtol=0.01, atol=0.01 * np.abs(wanted).max())
+    wanted = jax.tree.map(lambda part: np.asarray(part, np.float32) * ROWS, one)
+    # FIRE's b2 adds the same to all logits of a query, so its gradient is zero and what is found is rounding error.
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
+    found = jax.tree.map(np.float32, every)
+    chex.assert_trees_all_close(found, wanted, rtol=0.01, atol=1e-3 * largest)
