@@ -2,10 +2,7 @@
 
 All shards hold the same number of tokens. Under a causal mask a query sees only earlier tokens, so with the tokens in
 their original order (``"contiguous"``) the last shard does nearly all the work of a ring, and the first almost none.
-Two other orders give every shard the same work:
-
-* ``"zigzag"``: of ``2 n`` chunks shard ``r`` holds chunk ``r`` and chunk ``2 n - 1 - r``;
-* ``"striped"``: shard ``r`` holds the tokens ``r, r + n, r + 2 n, ...`` (Brandon et al., arXiv 2311.09431).
+With ``"zigzag"`` all have the same work: of ``2 n`` chunks shard ``r`` holds chunk ``r`` and chunk ``2 n - 1 - r``.
 
 A model is a function of tokens and their positions, so its losses and gradients do not depend on the layout, if
 everything that belongs to a token (its position, segment, label, ...) is reordered with it: see ``apply``.
@@ -22,7 +19,7 @@ from jaxtyping import Array, Int
 from posjax._checks import check, check_choice, check_count
 from posjax.positions import Range
 
-KINDS = ("contiguous", "zigzag", "striped")
+KINDS = ("contiguous", "zigzag")
 
 
 @jax.tree_util.register_dataclass
@@ -31,11 +28,11 @@ class Layout:
     """The order of a sequence's tokens over ``shards`` shards; shard ``r`` holds the ``r``-th part of the new order.
 
     Args:
-        kind: ``"contiguous"``, ``"zigzag"`` or ``"striped"``.
+        kind: ``"contiguous"`` or ``"zigzag"``.
         shards: ``n``, along the axis over which the sequence is split.
     """
 
-    kind: Literal["contiguous", "zigzag", "striped"] = field(default="contiguous", metadata={"static": True})
+    kind: Literal["contiguous", "zigzag"] = field(default="contiguous", metadata={"static": True})
     shards: int = field(default=1, metadata={"static": True})
 
     def __post_init__(self):
@@ -49,7 +46,7 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """The number of pieces of a shard: runs of consecutive tokens; a striped shard is one piece."""
+        """The number of pieces of a shard: runs of consecutive tokens."""
         return 2 if self.kind == "zigzag" else 1
 
     def check(self, length: int) -> None:
@@ -69,8 +66,6 @@ class Layout:
         """
         self.check(length)
         index = np.arange(length, dtype=np.int32)
-        if self.kind == "striped":
-            return index.reshape(-1, self.shards).T.reshape(-1)
         if self.kind == "zigzag":
             chunks = index.reshape(2 * self.shards, -1)
             return np.stack([chunks[: self.shards], chunks[: self.shards - 1 : -1]], axis=1).reshape(-1)
@@ -94,14 +89,10 @@ class Layout:
         return xp.moveaxis(move(xp, front).reshape(front.shape), 0, axis)
 
     def _applied(self, xp, x):
-        if self.kind == "striped":
-            return x.reshape(-1, self.shards, *x.shape[1:]).swapaxes(0, 1)
         first, last = x.reshape(2, self.shards, -1, *x.shape[1:])
         return xp.stack([first, last[::-1]], axis=1)
 
     def _restored(self, xp, x):
-        if self.kind == "striped":
-            return x.reshape(self.shards, -1, *x.shape[1:]).swapaxes(0, 1)
         chunks = x.reshape(self.shards, 2, -1, *x.shape[1:])
         return xp.concatenate([chunks[:, 0], chunks[::-1, 1]], axis=0)
 
@@ -110,8 +101,8 @@ class Layout:
         self.check(length)
         return jnp.asarray(self.order(length)) if self.reorders else Range(0, length)
 
-    def local(self, length: int, shard: int | Int[Array, ""]) -> tuple[Range | Int[Array, "tokens"], ...]:
-        """The positions of one shard's tokens in the new order: its pieces in turn, each a ``Range`` unless striped.
+    def local(self, length: int, shard: int | Int[Array, ""]) -> tuple[Range, ...]:
+        """The positions of one shard's tokens in the new order: its pieces in turn.
 
         Args:
             length: tokens of the whole sequence.
@@ -120,11 +111,9 @@ class Layout:
         self.check(length)
         return tuple(self.piece(length, shard, n) for n in range(self.chunks))
 
-    def piece(self, length: int, shard: int | Int[Array, ""], n: int | Int[Array, ""]) -> Range | Int[Array, "tokens"]:
+    def piece(self, length: int, shard: int | Int[Array, ""], n: int | Int[Array, ""]) -> Range:
         """Piece ``n`` of ``local``, where ``n`` may be traced too."""
         size = length // (self.shards * self.chunks)
-        if self.kind == "striped" and self.reorders:
-            return jnp.asarray(shard, jnp.int32) + self.shards * jnp.arange(size, dtype=jnp.int32)
         # Zigzag: chunk ``shard`` for the first piece, ``2 shards - 1 - shard`` for the second.
         return Range((shard + n * (2 * self.shards - 1 - 2 * shard)) * size, size)
 

@@ -17,7 +17,6 @@ kinds = pytest.mark.parametrize("kind", KINDS)
     [
         ("contiguous", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
         ("zigzag", [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]),
-        ("striped", [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]),
     ],
 )
 def test_order_of_twelve_tokens_over_three_shards(kind, order):
@@ -52,7 +51,7 @@ def test_local_positions_are_the_parts_of_the_order(kind, traced):
     for shard in range(4):
         pieces = layout.local(length, jnp.int32(shard) if traced else shard)
         assert len(pieces) == (2 if kind == "zigzag" else 1)
-        assert all(isinstance(piece, Range) for piece in pieces) == (kind != "striped")
+        assert all(isinstance(piece, Range) for piece in pieces)
         found = jnp.concatenate([as_array(piece) for piece in pieces])
         chex.assert_shape(found, (6,))
         np.testing.assert_array_equal(found, layout.order(length)[6 * shard : 6 * shard + 6])
@@ -66,12 +65,11 @@ def test_positions_are_a_range_where_no_token_moves(kind):
     np.testing.assert_array_equal(as_array(found), Layout(kind, 2).order(8))
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "striped"])
-def test_shards_share_the_pairs_of_a_causal_mask_evenly(kind):
-    """The number of pairs for each shard: the same for zigzag; for striped it differs by at most ``length``."""
+def test_shards_share_the_pairs_of_a_causal_mask_evenly():
+    """Under zigzag all shards have the same number of pairs."""
     length, shards = 48, 4
-    seen = (Layout(kind, shards).order(length) + 1).reshape(shards, -1).sum(-1)
-    assert seen.max() - seen.min() <= (0 if kind == "zigzag" else length)
+    seen = (Layout("zigzag", shards).order(length) + 1).reshape(shards, -1).sum(-1)
+    assert seen.max() == seen.min()
     contiguous = (np.arange(length) + 1).reshape(shards, -1).sum(-1)
     assert contiguous.max() > 4 * contiguous.min()
 
@@ -83,7 +81,7 @@ def test_a_layout_is_static_and_has_no_leaves():
     assert jax.jit(lambda layout, x: layout.apply(x), static_argnums=0)(layout, jnp.arange(16)).shape == (16,)
 
 
-@pytest.mark.parametrize(("kind", "unit"), [("contiguous", 4), ("zigzag", 8), ("striped", 4)])
+@pytest.mark.parametrize(("kind", "unit"), [("contiguous", 4), ("zigzag", 8)])
 def test_lengths_that_do_not_fit_are_refused(kind, unit):
     layout = Layout(kind, 4)
     layout.check(unit)
@@ -101,4 +99,4 @@ def test_unknown_kinds_and_counts_are_refused():
     with pytest.raises(ValueError, match="did you mean 'zigzag'"):
         Layout("zigzak", 4)
     with pytest.raises(ValueError, match="layout shards must be positive and whole, found 0"):
-        Layout("striped", 0)
+        Layout("zigzag", 0)

@@ -55,11 +55,6 @@ def test_what_fits_passes(strategy, kind):
             {"scheme": pj.Scheme(mask=masks.Window(18))},
             "a window of 18 reaches beyond the chunk of 16 tokens",
         ),
-        (
-            over("neighbour", "striped"),
-            {"scheme": pj.Scheme(mask=masks.Window(4))},
-            "striped shards hold no neighbouring tokens",
-        ),
         (over("neighbour"), {"scheme": pj.Scheme()}, "needs a mask that shows only recent keys"),
         (over("neighbour"), {"scheme": pj.Scheme(mask=masks.Window(4) | masks.FirstTokens(2))}, "with sinks"),
         (over("neighbour"), {"scheme": pj.Scheme(bias=pj.bias.CoPE())}, "CoPE counts along whole sequences"),
@@ -137,7 +132,6 @@ LARGE = Sizes(batch=1, length=2**20, heads=32, kv_heads=8, shards=16)
         (LARGE._replace(window=2**16 + 1), "neighbour"),
         (LARGE._replace(window=2**16 + 2), "ulysses"),
         (LARGE._replace(window=2**15 + 2, layout=Layout("zigzag", 16)), "ulysses"),
-        (LARGE._replace(window=4096, layout=Layout("striped", 16)), "ulysses"),
     ],
 )
 def test_the_cost_rule(sizes, strategy):
@@ -174,7 +168,7 @@ def spread_attention(placement: Placement, mesh, q, k, v, rows=None, **options):
     return jax.tree.map(lambda a: np.asarray(layout.restore(jax.device_get(a), 1)), out)
 
 
-@pytest.mark.parametrize(("mesh", "kind"), [("2x4", "zigzag"), ("4x2", "striped")])
+@pytest.mark.parametrize(("mesh", "kind"), [("2x4", "zigzag"), ("4x2", "contiguous")])
 def test_a_ring_against_numpy(mesh, kind):
     """ALiBi, a soft cap, sinks and packed rows, one logit at a time in float64."""
     rows, length = 4, 16
@@ -219,16 +213,15 @@ def test_another_range_is_refused():
         spread_attention(placement, mesh, *projections(2, 16), kv_positions=Range(0, 4))
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "striped"])
 @pytest.mark.parametrize("bias", ["alibi", "cope"])
-def test_one_device_may_hold_a_row_laid_out_for_several(kind, bias):
+def test_one_device_may_hold_a_row_laid_out_for_several(bias):
     """Without a mesh, one device takes tokens in the order of the layout."""
     q, k, v = projections(2, 16)
     scheme = pj.Scheme(bias=ALiBi() if bias == "alibi" else pj.bias.CoPE(4))
     params = scheme.init(jax.random.key(1), HEADS, SIZE)
     rng = np.random.default_rng(2)
     params = jax.tree.map(lambda a: np.asarray(a) + rng.standard_normal(a.shape, np.float32), params)
-    placement = over("ring", kind)
+    placement = over("ring", "zigzag")
 
     @jax.jit
     def both(q, k, v, params):

@@ -33,7 +33,7 @@ CASES = {
 }
 MESHES = {
     "ring, zigzag": ((1, 4, 2), Placement(("data",), "context", "tensor", "ring", Layout("zigzag", 4))),
-    "ring, striped": ((2, 4, 1), Placement(("data",), "context", None, "ring", Layout("striped", 4))),
+    "ring": ((2, 4, 1), Placement(("data",), "context", None, "ring")),
     "gathered, zigzag": ((2, 2, 2), Placement(("data",), "context", "tensor", "all-gather", Layout("zigzag", 2))),
     "ulysses": ((2, 4, 1), Placement(("data",), "context", None, "ulysses")),
     "neighbour or ring": ((1, 8, 1), Placement(("data",), "context", None, ("neighbour", "ring"), Layout("zigzag", 8))),
@@ -43,12 +43,12 @@ MESHES = {
 PAIRS = [
     ("rope", "gathered, zigzag"),
     ("rope", "ulysses"),
-    ("rope", "ring, striped"),
+    ("rope", "ring"),
     ("t5, fox", "ring, zigzag"),
     ("coca-slack, cope", "auto"),
     ("hwfa", "neighbour or ring"),
 ]
-WIDE = [*((name, "auto") for name in CASES), ("rope", "ring, zigzag"), ("t5", "ring, zigzag"), ("fox", "ring, striped")]
+WIDE = [*((name, "auto") for name in CASES), ("rope", "ring, zigzag"), ("t5", "ring, zigzag"), ("fox", "ring")]
 
 
 def scheme_of(name: str) -> pj.Scheme | pj.Layers:

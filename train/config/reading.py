@@ -75,7 +75,7 @@ def migrated(saved: Any, section: str = "") -> Any:
     if not isinstance(saved, dict) or section == "values":
         return saved
     names = _RENAMED | _names_of_section(saved, section)
-    return _with_first_tokens({names.get(key, key): migrated(value, key) for key, value in saved.items()})
+    return _with_todays_values({names.get(key, key): migrated(value, key) for key, value in saved.items()})
 
 
 def _names_of_section(saved: dict[str, Any], section: str) -> dict[str, str]:
@@ -87,8 +87,10 @@ def _names_of_section(saved: dict[str, Any], section: str) -> dict[str, str]:
     return names
 
 
-def _with_first_tokens(spec: dict[str, Any]) -> dict[str, Any]:
-    """The spec with the current names of what was called ``sinks``: the number of first tokens, or a mask of them."""
+def _with_todays_values(spec: dict[str, Any]) -> dict[str, Any]:
+    """The section with the current names of what was ``sinks``: first tokens; and without the layout ``striped``."""
+    if spec.get("layout") == "striped":
+        return {**spec, "layout": "auto"}
     if spec.get("name") in ("streaming", "lambda") and isinstance(spec.get("sinks"), int):
         return {"first" if key == "sinks" else key: value for key, value in spec.items()}
     return {**spec, "name": "first-tokens"} if spec.keys() == {"name", "count"} and spec["name"] == "sinks" else spec

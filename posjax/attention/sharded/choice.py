@@ -97,8 +97,6 @@ def _too_few_heads(heads: int, shards: int) -> str | None:
 def _no_neighbour(sizes: Sizes) -> str | None:
     if sizes.counts:
         return "CoPE counts along whole sequences; use 'all-gather'"
-    if sizes.layout.kind == "striped":
-        return "striped shards hold no neighbouring tokens; use a contiguous or a zigzag layout, or 'ring'"
     if sizes.window is None:
         return (
             "'neighbour' needs a mask that shows only recent keys, such as Window(w) with a Python int; with sinks, or "

@@ -77,7 +77,7 @@ class Line:
 
     @property
     def groups(self) -> Layout:
-        """The order of the tokens over the groups; within striped groups see ``positions``."""
+        """The order of the tokens over the groups."""
         return Layout(self.layout.kind if self.shards > 1 else "contiguous", self.shards)
 
     @property
@@ -98,17 +98,10 @@ class Line:
     @property
     def ascending(self) -> np.ndarray:
         """The permutation that sorts the tokens of a group, concatenated by device; it is the same in every group."""
-        return np.argsort(self._first_group)
-
-    @property
-    def _first_group(self) -> np.ndarray:
-        order = self.layout.order(self.length)
-        return order if self.shards == 1 else order[: self.length // self.shards]
+        return np.argsort(self.layout.order(self.length)[: self.length // self.shards])
 
     def positions(self, row: Range, shard, n) -> Positions:
         """The positions of piece ``n`` of group ``shard``, for a sequence with positions ``row``."""
-        if self.groups.kind == "striped":
-            return row.start + shard * self.width + jnp.asarray(np.sort(self._first_group))
         if self.chunks < self.groups.chunks:
             return row.start + jnp.concatenate([as_array(p) for p in self.groups.local(self.length, shard)])
         found = self.groups.piece(self.length, shard, n)

@@ -207,7 +207,7 @@ class Placement:
             return row.start + self.layout.positions(whole) if self.layout.reorders else row
         shard = jax.lax.axis_index(self.context)
         pieces = self.layout_over(self.shards).local(whole, shard)
-        if len(pieces) == 1 and isinstance(pieces[0], Range):
+        if len(pieces) == 1:
             return Range(row.start + pieces[0].start, tokens)
         return row.start + jnp.concatenate([as_array(piece) for piece in pieces])
 

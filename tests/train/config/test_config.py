@@ -44,6 +44,11 @@ def test_a_spec_of_first_tokens_that_an_earlier_version_saved(saved, found):
     assert parse_text(saved, "config.yaml").scheme.extend == found
 
 
+def test_a_layout_that_an_earlier_version_saved():
+    """Striped layouts are gone. The order of tokens over devices changes no number, so any other will do."""
+    assert parse_text("train: {context: {layout: striped}}", "c.yaml") == parse({})
+
+
 def test_what_an_earlier_version_saved_has_the_names_of_today():
     far, remap = ({"name": "rope", "extend": {slot: {"name": "rerope"}}} for slot in ("far", "remap"))
     saved = {"scheme": far, "compare": {"schemes": ["alibi", far]}, "stages": [{}, {"train": {"trains": ["embed"]}}]}

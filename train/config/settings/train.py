@@ -44,7 +44,7 @@ class ContextConfig:
     """
 
     strategy: tuple[str, ...] | str = "auto"
-    layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"  # auto: zigzag where a ring is causal
+    layout: Literal["auto", "contiguous", "zigzag"] = "auto"  # auto: zigzag where a ring is causal
     ulysses: int = 1  # number of devices that exchange heads with each other, in ring-ulysses
 
     def __post_init__(self):
