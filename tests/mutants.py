@@ -211,6 +211,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "query = 2 * jnp.square(q) + 0j",
         "3",
     ): "the places where a score rises are counted, and they do not depend on its scale",
+    (
+        "posjax/rotary/grids.py",
+        "return self.unit * inverse_powers(self.base, width).reshape(-1, self.num_axes).T.ravel()",
+        "2",
+    ): "of the 1 in -1: NumPy infers the size for any negative number",
+    (
+        "train/model/flops.py",
+        "q = jnp.zeros((1, few, heads, scheme.query_size(size)))",
+        "2",
+    ): "of the batch: only the size of the features is used",
 }
 
 SECONDS = 1800
