@@ -34,6 +34,14 @@ def test_decay_has_a_line_for_each_label():
     check_drawn(axes, "distance (tokens)", "mean score, as a share of distance 0")
 
 
+def test_decay_has_a_line_at_zero_behind_curves_that_fall_below_it():
+    *curves, zero = plot_decay(np.arange(2), {"a": np.array([1.0, -0.5])}).get_lines()
+    assert len(curves) == 1
+    assert list(zero.get_ydata()) == [0, 0]
+    assert zero.get_zorder() == 0
+    assert len(plot_decay(np.arange(2), {"a": np.array([1.0, 0.5])}).get_lines()) == 1
+
+
 def test_weights_of_heads_that_differ_and_of_heads_that_do_not():
     alibi = weight_curve(pj.scheme("alibi"), np.arange(40), num_heads=8, head_dim=8)
     axes = plot_weights(alibi)

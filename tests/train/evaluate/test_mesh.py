@@ -90,6 +90,13 @@ def test_linear_attention_splits_rows_alone():
         mesh_for(refused, rows=1)
 
 
+def test_one_layer_of_linear_attention_keeps_rows_whole(monkeypatch):
+    mixed = pj.Layers((((pj.scheme("linear-elu"), pj.scheme("rope")), 1),))
+    monkeypatch.setattr("train.evaluate.mesh.scheme_of", lambda config: mixed)
+    where = mesh_for(parse({"evaluate": {"batch_tokens": 512}}), rows=1)
+    assert (where.shape["fsdp"], where.shape["context"]) == (8, 1)
+
+
 @pytest.mark.parametrize(
     ("rows", "asked", "sizes"),
     [
