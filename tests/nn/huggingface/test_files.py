@@ -132,6 +132,12 @@ def test_model_safetensors_is_preferred_to_other_files(tmp_path):
     assert_same(read(tmp_path), SMALL)
 
 
+def test_a_tensor_without_elements_has_no_bytes_after_the_header(tmp_path):
+    content = {"none": np.zeros((0, 3), np.float32)}
+    released.write_tensors(tmp_path, content, 10**6)
+    assert_same(read(tmp_path), content)
+
+
 # --- broken files -----------------------------------------------------------------------------------------------------
 
 
