@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from posjax.attention.operands import Operands, RemappedPair
-from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, plan_tiles
+from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, TilePlan, plan_tiles
 from posjax.attention.tpu.tile_lists import choice_of, lists, tile_of
 from posjax.masks import (
     Beyond,
@@ -241,3 +241,10 @@ def test_causal_attention_in_square_tiles_masks_the_diagonal_alone():
     found = planned(case, Blocks(12, 12, 12))
     assert found.kinds == (Kind((0,), False), Kind((0,), True))
     np.testing.assert_array_equal(found.grid, [[[1, 2, 0], [1, 1, 2]]])
+
+
+def test_a_block_of_queries_without_keys_gets_a_masked_tile():
+    whole = Kind((0,), False)
+    plan = TilePlan((whole,), np.array([[1, 1], [0, 0]])).with_every_query
+    assert plan.kinds == (whole, Kind((0,), True))
+    np.testing.assert_array_equal(plan.grid, [[1, 1], [0, 2]])

@@ -94,6 +94,11 @@ def test_preset_trains_every_parameter(settings):
     assert after < before
 
 
+@pytest.mark.parametrize(("names", "in_row"), [(("t5", "alibi"), True), (("t5", "rope"), False)])
+def test_features_in_one_layer_are_enough_to_count_within_documents(names, in_row):
+    assert pj.Layers(((tuple(map(pj.scheme, names)), 1),)).counts_in_row == in_row
+
+
 def test_packed_documents_equal_separate_ones(settings):
     a, b, c = documents()
     packed, gradients = run(settings, layout([a, b], [c], []))
