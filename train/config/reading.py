@@ -88,7 +88,7 @@ def _names_of_section(saved: dict[str, Any], section: str) -> dict[str, str]:
 
 
 def _with_todays_values(spec: dict[str, Any]) -> dict[str, Any]:
-    """The section with current values: the number of first tokens and their mask were ``sinks``; ``striped`` is gone."""
+    """The section with current values. First tokens were called ``sinks``; the layout ``striped`` is gone."""
     if spec.get("layout") == "striped":
         return {**spec, "layout": "auto"}
     if spec.get("name") in ("streaming", "lambda") and isinstance(spec.get("sinks"), int):
