@@ -221,6 +221,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "q = jnp.zeros((1, few, heads, scheme.query_size(size)))",
         "2",
     ): "of the batch: only the size of the features is used",
+    (
+        "posjax/attention/tpu/biases.py",
+        "return self.origins(row, 0)[1] - terms.column(row.of_head(row.x.bias.outer)[...])",
+        "1",
+    ): "of the 0 in (row, 0): only the origin of the keys is used, which does not depend on the block of queries",
+    (
+        "posjax/rotary/base.py",
+        "farthest = np.argsort(sums[negative] / negative.astype(np.float64) ** 2)[:_WITNESSES]",
+        "3",
+    ): "any infeasible distances lead to the same base; the choice only saves steps",
+    (
+        "train/model/mesh.py",
+        "named = math.prod(size for size in sizes.values() if size > 0)",
+        "1",
+    ): "leaving out factors of 1 changes no product",
 }
 
 SECONDS = 1800

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from launches import launches
 
 import posjax as pj
 from posjax import coca
@@ -94,6 +95,29 @@ def test_the_kernel_carries_cotangents_back(name, pairing, size, dtype, toleranc
     want = wanted_gradient(name, parts, angles, by_feature)
     got = components(got, size, pairing)
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * abs(want).max() / 8)
+
+
+@pytest.mark.parametrize(
+    ("x", "grid", "tokens", "columns"),
+    [((2, 1024, 16, 128, jnp.bfloat16), (2, 2, 2), 512, 1024), ((1, 640, 3, 256, jnp.float32), (1, 5, 3), 128, 256),
+     ((1, 384, 6, 128, jnp.bfloat16), (1, 1, 1), 384, 768), ((1, 128, 2, 1024, jnp.float32), (1, 1, 2), 128, 1024)],
+)  # fmt: skip
+def test_blocks_have_up_to_512_tokens_and_2048_bytes_of_heads(x, grid, tokens, columns):
+    """As few programs as possible, in blocks that divide the tokens and the heads; one head may be wider."""
+    *sizes, dtype = x
+    (_, length, _, size), x = sizes, jax.ShapeDtypeStruct(sizes, dtype)
+    cos = jax.ShapeDtypeStruct((length, size // 2), jnp.float32)
+    found = launches(partial(tpu.features, formula=planes.QUERY["strict"], pairing="half"), x, cos, cos)
+    launch = found["posjax_coca"]
+    assert launch.grid == grid
+    assert launch.blocks == [(tokens, size)] * 2 + [(size, 2 * size)] + [(tokens, columns)] * 2
+
+
+def test_blocks_of_narrow_keys_are_as_wide_as_their_features():
+    t, cos = (jax.ShapeDtypeStruct(*of) for of in (((1, 512, 16, 64), jnp.bfloat16), ((512, 64), jnp.float32)))
+    launch = launches(partial(tpu.features, formula=planes.key, pairing=None), t, cos, cos)["posjax_coca"]
+    assert launch.grid == (1, 1, 2)
+    assert launch.blocks[-2:] == [(512, 8 * 64), (512, 8 * 128)]
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])

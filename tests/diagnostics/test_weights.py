@@ -125,6 +125,12 @@ def test_random_contents_average_to_the_mean_score():
     np.testing.assert_allclose(logits - logits[0], want - want[0], atol=0.15)
 
 
+def test_one_draw_is_one_query():
+    """A mean of several logarithms would be below the logarithm of the mean."""
+    found = weight_curve(pj.scheme("rope"), np.array([0, 1, 5, 20]), draws=1, **SMALL)
+    np.testing.assert_allclose(np.exp(found.logits), found.weights, rtol=1e-5)
+
+
 def test_the_reach_of_alibi_and_of_windows_in_closed_form():
     slopes = 2.0 ** -np.arange(1, 9)
     want = np.ceil(np.log(100) / slopes)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from launches import launches
 
 import posjax as pj
 from posjax.rotary import RotaryTable, apply_rotary, tpu
@@ -51,6 +52,21 @@ def test_the_kernel_rotates_by_the_angles(pairing, size, width, dtype, tolerance
     want = turned(x.astype(np.float32), angles, pairing)
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=tolerance, atol=tolerance)
     np.testing.assert_array_equal(got[..., width:], x[..., width:])
+
+
+@pytest.mark.parametrize(
+    ("x", "grid", "tokens", "columns"),
+    [((2, 1024, 16, 128), (2, 2, 2), 512, 1024), ((1, 640, 3, 256), (1, 5, 1), 128, 768),
+     ((1, 384, 5, 256), (1, 1, 5), 384, 256), ((1, 128, 2, 2048), (1, 1, 2), 128, 2048)],
+)  # fmt: skip
+def test_blocks_have_up_to_512_tokens_and_1024_columns(x, grid, tokens, columns):
+    """As few programs as possible, in blocks that divide the tokens and the heads; one head may be wider."""
+    shapes = (x, jnp.bfloat16), *((((x[1], x[3] // 2)), jnp.float32),) * 2
+    launch = launches(partial(tpu.rotated, pairing="half"), *(jax.ShapeDtypeStruct(*of) for of in shapes))
+    found = launch["posjax_rotation"]
+    assert found.grid == grid
+    features, table, partners = (tokens, columns), (tokens, x[3]), (x[3], x[3])
+    assert found.blocks == [features, table, table, partners, features]
 
 
 def test_rows_share_a_table():

@@ -457,6 +457,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(batch, first, guar
         for expected in (1, 2, 3):
             state, metrics = program.update(state, placed(mesh, batch))
             assert (int(metrics.skipped), int(metrics.skipped_in_row), int(state.step)) == (expected,) * 3
+            assert float(metrics.learning_rate) == pytest.approx(0.005), "a skipped update does not count"
     chex.assert_trees_all_equal((state.parameters, state.optimizer), kept)
 
 
