@@ -17,6 +17,16 @@ from posjax.diagnostics.weights import Curve
 Axes = Any
 """``matplotlib.axes.Axes``; matplotlib is imported on first use."""
 
+# How each kind of line and text looks.
+_CURVE = {"linewidth": 1.4, "markersize": 4}
+_BOUND = {"color": "0.4", "linestyle": ":", "linewidth": 1.2}
+_ZERO = {"color": "0.6", "linewidth": 0.8, "zorder": 0}
+_BORDER = {"color": "white", "linestyle": "--", "linewidth": 1.5}
+_NOTE = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 8, "color": "0.3"}
+_GRID = {"color": "0.9", "linewidth": 0.6}
+_LEGEND = {"frameon": False, "fontsize": 8}
+_FIGURE = {"figsize": (6.4, 4), "layout": "constrained"}
+
 
 def plot_decay(
     distances: Int[np.ndarray, "n"],
@@ -28,9 +38,9 @@ def plot_decay(
     """Labelled curves against distance, from ``mean_score`` or ``decay_indicator``."""
     axes = _axes(axes)
     for color, (label, values) in zip(_colors(len(curves)), curves.items(), strict=True):
-        axes.plot(distances, values, label=label, color=color, linewidth=1.4)
+        axes.plot(distances, values, label=label, color=color, **_CURVE)
     if min(np.min(values) for values in curves.values()) < 0:
-        axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
+        axes.axhline(0, **_ZERO)
     return _finish(axes, "distance (tokens)", ylabel, legend=len(curves) > 1)
 
 
@@ -46,7 +56,7 @@ def plot_weights(curve: Curve, axes: Axes | None = None, *, logits: bool = False
     shown = values[:1] if same else values
     for head, (color, row) in enumerate(zip(_colors(len(shown)), shown, strict=True), start=1):
         row = row - row.max() if logits else np.where(row > 0, row, np.nan)
-        axes.plot(distances, row, label=f"head {head}", color=color, linewidth=1.4)
+        axes.plot(distances, row, label=f"head {head}", color=color, **_CURVE)
     if not logits:
         axes.set_yscale("log")
         axes.set_ylim(max(1e-9, values[values > 0].min() / 2), 2 * values.max())
@@ -91,9 +101,8 @@ def plot_anomaly(
     axes.set_yticks(_whole(1, layers))
     axes.set_xticks(_whole(0, planes - 1))
     if turns is not None and 0 < (first := int((np.asarray(turns) >= 1).sum())) < planes:
-        axes.axvline(first - 0.5, color="white", linestyle="--", linewidth=1.5)
-        text = {"textcoords": "offset points", "fontsize": 8, "va": "bottom", "color": "0.3"}
-        axes.annotate("no full turn in training →", (first - 0.5, 0.5), (2, 3), **text)
+        axes.axvline(first - 0.5, **_BORDER)
+        axes.annotate("no full turn in training →", (first - 0.5, 0.5), **_NOTE)
     axes.set_xlabel("plane (fastest first)")
     axes.set_ylabel("layer")
     return axes
@@ -105,9 +114,9 @@ def plot_entropy(
     """Labelled curves of entropy against the number of visible keys, with the bound ``log n`` of uniform attention."""
     axes = _axes(axes)
     lengths = np.asarray(lengths)
-    axes.plot(lengths, np.log(lengths), color="0.4", linestyle=":", linewidth=1.2, label="log n (uniform)")
+    axes.plot(lengths, np.log(lengths), label="log n (uniform)", **_BOUND)
     for color, (label, values) in zip(_colors(len(curves)), curves.items(), strict=True):
-        axes.plot(lengths, values, label=label, color=color, marker=".", linewidth=1.4)
+        axes.plot(lengths, values, label=label, color=color, marker="o", **_CURVE)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     return _finish(axes, "visible keys", "entropy of attention (nats)", legend=True)
@@ -122,10 +131,9 @@ def plot_exactness(found: Exactness, axes: Axes | None = None) -> Axes:
         ("posjax, exact", found.exact, "^"),
     )
     for color, (label, errors, marker) in zip(_colors(len(lines)), lines, strict=True):
-        axes.plot(found.positions, errors, label=label, color=color, marker=marker, markersize=4, linewidth=1.4)
-    axes.axhline(np.pi, color="0.4", linestyle=":", linewidth=1.2)
-    axes.annotate("π: the angle is lost", (found.positions[0], np.pi), (0, 3), textcoords="offset points",
-                  fontsize=8, color="0.3")  # fmt: skip
+        axes.plot(found.positions, errors, label=label, color=color, marker=marker, **_CURVE)
+    axes.axhline(np.pi, **_BOUND)
+    axes.annotate("π: the angle is lost", (found.positions[0], np.pi), **_NOTE)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(top=20)
@@ -137,7 +145,7 @@ def _axes(axes: Axes | None) -> Axes:
         return axes
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(6.4, 4), layout="constrained").subplots()
+    return Figure(**_FIGURE).subplots()
 
 
 def _colors(count: int) -> list:
@@ -155,9 +163,9 @@ def _whole(first: int, last: int) -> np.ndarray:
 def _finish(axes: Axes, xlabel: str, ylabel: str, *, legend: bool) -> Axes:
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.grid(color="0.9", linewidth=0.6)
+    axes.grid(**_GRID)
     axes.set_axisbelow(True)
     if legend:
         outside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(axes.get_lines()) > 5 else {}
-        axes.legend(frameon=False, fontsize=8, **outside)
+        axes.legend(**_LEGEND, **outside)
     return axes
