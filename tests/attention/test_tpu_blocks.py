@@ -25,7 +25,7 @@ from posjax.attention.tpu.blocks import (
 from posjax.attention.tpu.call import work
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.attention.tpu.entry import refusal
-from posjax.masks import Causal, Segments
+from posjax.masks import Causal, Segments, Window
 from posjax.positions import Range
 
 
@@ -41,19 +41,40 @@ def test_no_tile_holds_tokens_of_two_runs(run):
             assert blocks.q % blocks.part == 0 or blocks.k % blocks.part == 0
 
 
+FAR = 2**31
+MASKS = {None: (FAR, FAR), Causal(): (FAR, 0), Window(300): (299, 299)}
+"""How many tokens behind and ahead of itself a query sees."""
+
+
+def tiles_of(mask, blocks, queries, keys):
+    """How many tiles are not empty, and how many are full: the mask written out, for padded lengths."""
+    q, k = (np.arange(-(-n // size) * size) for n, size in ((queries, blocks.q), (keys, blocks.k)))
+    behind, ahead = MASKS[mask]
+    seen = (q[:, None] - k <= behind) & (k - q[:, None] <= ahead)
+    tiles = seen.reshape(len(q) // blocks.q, blocks.q, -1, blocks.k)
+    return tiles.any((1, 3)).sum(), tiles.all((1, 3)).sum()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["none", "causal", "window"])
 @pytest.mark.parametrize(("queries", "keys"), [(128, 1536), (640, 384), (2048, 4096)])
 @pytest.mark.parametrize("chip", TARGETS.values(), ids=lambda chip: chip.name)
-def test_without_a_mask_the_blocks_of_the_fewest_cycles_are_taken(chip, queries, keys):
-    """Cycles of a tile measured as q x k: ``whole QK / qk + row Q / q`` for padded lengths; backward ``row K / k``."""
+def test_the_blocks_of_the_fewest_cycles_are_taken(chip, queries, keys, mask):
+    """Cycles of a full and of a masked tile, measured as q x k: ``cycles QK / qk``, for padded lengths.
+
+    A row of tiles costs ``cycles Q / q``; backward, ``cycles K / k``.
+    """
     q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, queries), (keys,)))
-    x = Operands(q, kv, kv, None, None, Range(0, queries), Range(0, keys))
+    x = Operands(q, kv, kv, None, mask, Range(0, queries), Range(0, keys))
     kernels = ((cheapest_forward, FORWARD, fit, 0), (cheapest_backward, BACKWARD, divide, 1))
     for cheapest, tables, made_to_fit, outer in kernels:
         cycles = {}
-        for measured, (whole, _, row) in tables[chip.name].items():
+        for measured, (whole, masked, row) in tables[chip.name].items():
             made = made_to_fit(Blocks(*measured), queries, keys)
-            shares = [-(-n // size) * size / largest for n, size, largest in zip((queries, keys), made, measured[:2])]  # noqa: B905
-            cycles[made] = min(cycles.get(made, np.inf), whole * shares[0] * shares[1] + row * shares[outer])
+            some, every = tiles_of(mask, made, queries, keys)
+            area = made.q * made.k / (measured[0] * measured[1])
+            rows = -(-(queries, keys)[outer] // made[outer]) * made[outer] / measured[outer]
+            cost = area * (every * whole + (some - every) * masked) + rows * row
+            cycles[made] = min(cycles.get(made, np.inf), cost)
         assert cheapest(chip, x) == min(cycles, key=cycles.get)
 
 

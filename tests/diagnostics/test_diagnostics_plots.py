@@ -27,6 +27,12 @@ def check_drawn(axes, x, y):
     assert file.getvalue().startswith(b"\x89PNG")
 
 
+def legend_and_plot(axes):
+    """Where both are drawn."""
+    axes.figure.draw_without_rendering()
+    return [part.get_window_extent() for part in (axes.get_legend(), axes)]
+
+
 def test_decay_has_a_line_for_each_label():
     curves = {"a": np.array([1.0, -0.5, 0.2]), "b": np.array([1.0, 0.5, 0.2])}
     axes = plot_decay(np.arange(3), curves)
@@ -56,8 +62,7 @@ def test_weights_of_heads_that_differ_and_of_heads_that_do_not():
     alibi = weight_curve(pj.scheme("alibi"), np.arange(40), num_heads=8, head_dim=8)
     axes = plot_weights(alibi)
     assert len(axes.get_lines()) == 8
-    axes.figure.draw_without_rendering()
-    legend, whole = (part.get_window_extent() for part in (axes.get_legend(), axes))
+    legend, whole = legend_and_plot(axes)
     assert legend.x0 >= whole.x1, "eight names are beside the lines"
     assert abs((legend.y0 + legend.y1) - (whole.y0 + whole.y1)) < 2
     np.testing.assert_allclose(axes.get_lines()[3].get_ydata(), alibi.weights[3], rtol=1e-6)
@@ -85,9 +90,10 @@ def test_weights_are_shown_from_half_the_smallest_but_not_below_1e_minus_9():
     assert [line.get_ydata()[0] for line in axes.get_lines()] == [1, 0.999]
 
 
-def test_five_names_are_on_the_plot():
-    curves = {str(n): np.full(2, n) for n in range(5)}
-    assert plot_decay(np.arange(2), curves).get_legend().get_bbox_to_anchor().width > 0
+@pytest.mark.parametrize(("count", "inside"), [(5, True), (6, False)])
+def test_up_to_five_names_are_on_the_plot(count, inside):
+    legend, whole = legend_and_plot(plot_decay(np.arange(2), {str(n): np.full(2, n) for n in range(count)}))
+    assert (legend.x0 < whole.x1) == inside
 
 
 def test_the_heat_map_has_a_row_for_each_layer_and_separates_planes_that_complete_no_turn():
@@ -103,7 +109,10 @@ def test_the_heat_map_has_a_row_for_each_layer_and_separates_planes_that_complet
     check_drawn(axes, "plane (fastest first)", "layer")
     for turns in (None, np.full(8, 2), np.full(8, 0.5)):
         assert not plot_anomaly(found, turns=turns).get_lines(), "no border between planes of one kind"
-    assert plot_anomaly(Anomaly(*np.zeros((6, 25, 21)))).get_yticks().tolist() == [*range(1, 26, 3)]
+    assert plot_anomaly(found, turns=np.array([1] + 7 * [0.5])).get_lines()[0].get_xdata()[0] == 0.5
+    many = plot_anomaly(Anomaly(*np.zeros((6, 30, 31))))
+    assert many.get_yticks().tolist() == [*range(1, 31, 3)]
+    assert many.get_xticks().tolist() == [*range(0, 31, 4)]
     with pytest.raises(ValueError, match="pool the heads"):
         plot_anomaly(Anomaly(*np.zeros((6, 3, 2, 8))))
     with pytest.raises(ValueError, match="statistic"):
