@@ -232,6 +232,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "3",
     ): "any infeasible distances lead to the same base; the choice only saves steps",
     (
+        "posjax/attention/tpu/blocks.py",
+        "unit = 128 if tokens <= 1024 else 512",
+        "(tokens < 1024)",
+    ): "for 1,024 tokens both units give the same blocks",
+    (
+        "train/report/numbers.py",
+        'return (row.get("window_tokens") or 0) // row["length"]',
+        "1",
+    ): "windows have more than one token",
+    (
+        "train/report/numbers.py",
+        'return max(row.get("last_tokens") or 0 for row in rows) // last_length(rows)',
+        "1",
+    ): "the last tokens of a window are more than one",
+    (
         "train/model/mesh.py",
         "named = math.prod(size for size in sizes.values() if size > 0)",
         "1",

@@ -21,6 +21,7 @@ from posjax.attention.tpu.blocks import (
     cheapest_forward,
     divide,
     fit,
+    target,
 )
 from posjax.attention.tpu.call import work
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
@@ -76,6 +77,22 @@ def test_the_blocks_of_the_fewest_cycles_are_taken(chip, queries, keys, mask):
             cost = area * (every * whole + (some - every) * masked) + rows * row
             cycles[made] = min(cycles.get(made, np.inf), cost)
         assert cheapest(chip, x) == min(cycles, key=cycles.get)
+
+
+def test_the_target_is_the_chip_of_this_machine_or_v5e(monkeypatch):
+    for kind, name in (("TPU7x", "7x"), ("cpu", "v5e")):
+        monkeypatch.setattr(jax, "devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)])
+        assert target().name == name
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "blocks"),
+    [(640, 1100, (640, 1536, 512)), (1024, 1024, (1024, 1024, 512)), (1152, 4200, (1024, 1536, 512)),
+     (130, 300, (256, 384, 384))],
+)  # fmt: skip
+def test_fitted_blocks_are_nearly_equal_and_pad_little(queries, keys, blocks):
+    """In units of 128 tokens up to 1,024 tokens, of 512 beyond."""
+    assert fit(Blocks(1024, 2048, 512), queries, keys) == Blocks(*blocks)
 
 
 def test_the_fast_memory_of_a_tile_by_hand():

@@ -61,9 +61,11 @@ def perplexity_rows(rows: Sequence[Row]) -> list[Row]:
 
 def training_length_loss(rows: Sequence[Row]) -> float:
     """Nats per token of one training at its length, or at the next longer one measured; infinite if it diverged."""
-    texts = perplexity_rows(rows)
-    reached = [row for row in texts if row.get("length", 0) >= row.get("train_length", 0)]
-    first = min(reached, key=lambda row: row.get("length", 0), default=texts[-1])
+    measured = [row for row in perplexity_rows(rows) if "length" in row]
+    if not measured:
+        return math.inf
+    reached = [row for row in measured if row["length"] >= row["train_length"]]
+    first = min(reached, key=lambda row: row["length"], default=measured[-1])
     return math.inf if first["error"] else first["window_nll"]
 
 

@@ -24,7 +24,7 @@ from train.monitor import monitor as module
 from train.monitor import progress as bars
 from train.monitor.cache import enable_compilation_cache, user_cache
 from train.monitor.logs import MetricsLog, read_metrics
-from train.monitor.meter import Meter, count_chips
+from train.monitor.meter import Meter, count_chips, peak_memory_bytes
 from train.monitor.monitor import Monitor, check_monitor, tokens_left
 from train.monitor.trace import Trace
 from train.runtime.chips import PEAK_FLOPS
@@ -130,6 +130,13 @@ assert before + kept.nbytes * 0.9 < peak_memory_bytes() < before + kept.nbytes *
 def test_peak_memory_sees_a_large_array():
     """In a separate process, because the peak of this one may already be gigabytes."""
     subprocess.run([sys.executable, "-c", SEES_AN_ARRAY], check=True, cwd=ROOT)
+
+
+def test_peak_memory_is_that_of_the_fullest_device(monkeypatch):
+    statistics = {"peak_bytes_in_use": 5}, None, {"peak_bytes_in_use": 9}, {}
+    devices = [SimpleNamespace(memory_stats=lambda found=found: found) for found in statistics]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert peak_memory_bytes() == 9
 
 
 @pytest.fixture(params=["local", "memory"])

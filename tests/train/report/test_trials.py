@@ -5,7 +5,7 @@ from train.report.trials import chosen_rates, tables_of_trials
 
 def trial(label, rate, factor, nlls, *, chosen=False):
     rows = [
-        {"length": length, "window_nll": nll, "window_perplexity": 2**nll, "error": None}
+        {"length": length, "train_length": 32, "window_nll": nll, "window_perplexity": 2**nll, "error": None}
         for length, nll in zip((32, 64), nlls, strict=False)
     ] or [{"error": "training diverged"}]
     which = {"label": label, "learning_rate": rate, "position_factor": factor, "chosen": chosen}
