@@ -237,6 +237,26 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "(tokens < 1024)",
     ): "for 1,024 tokens both units give the same blocks",
     (
+        "train/model/flops.py",
+        "heads, size, few = decoder.num_heads, decoder.head_dim, 8",
+        "9",
+    ): "of the length: only the size of the features is used",
+    (
+        "train/model/flops.py",
+        "q = jnp.zeros((1, few, heads, scheme.query_size(size)))",
+        "(jnp.ones((1, few, heads, scheme.query_size(size))))",
+    ): "only the size of the features is used",
+    (
+        "train/model/flops.py",
+        'return scheme.maps.query(made.get("features", {}), q, Range(0, few), head_dim=size, length=few)',
+        "1",
+    ): "of the position: only the size of the features is used",
+    (
+        "train/model/flops.py",
+        "return jax.eval_shape(phi, jax.random.key(0)).shape[-1]",
+        "1",
+    ): "of the seed: only the size of the features is used",
+    (
         "train/report/numbers.py",
         'return (row.get("window_tokens") or 0) // row["length"]',
         "1",

@@ -131,6 +131,22 @@ def test_one_draw_is_one_query():
     np.testing.assert_allclose(np.exp(found.logits), found.weights, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("distances", "keys"), [((0, 1, 3), 4), ((0, -1, -3), 4), ((2, -1), 4), ((-1, -2), 3)])
+def test_the_context_is_just_long_enough_for_the_distances(distances, keys):
+    found = weight_curve(pj.scheme("nope"), np.array(distances), causal=False, **SMALL)
+    np.testing.assert_allclose(found.weights, 1 / keys, rtol=1e-6)
+
+
+def test_parameters_are_those_of_the_key_heads():
+    """PoPE has an angle for each channel of each key head."""
+    k = jnp.ones((2, 32))
+    chex.assert_shape(weights(pj.scheme("pope"), 4, q=jnp.ones((6, 32)), k=k, head_dim=32), (6, 4))
+
+
+def test_rotations_do_not_limit_the_reach_of_queries_of_zeros():
+    assert receptive_field(pj.scheme("rope"), 64, share=0.5, num_heads=1).tolist() == [32]
+
+
 def test_the_reach_of_alibi_and_of_windows_in_closed_form():
     slopes = 2.0 ** -np.arange(1, 9)
     want = np.ceil(np.log(100) / slopes)

@@ -141,7 +141,7 @@ def test_accuracies_are_means_over_depths_then_over_seeds():
         (0.64, 0.5, 100, False),  # three standard errors are 0.15
         (0.66, 0.5, 100, True),
         (0.2, None, 100, True),
-        (0.04, None, 10_000, False),
+        (0.05, None, 10_000, False),  # not more than a twentieth
         (0.29, None, 100, True),  # without a guess, one right answer is the guess: 3 sqrt(0.01 * 0.99 / 100) = 0.03
         (0.5, None, 5, False),  # 3 sqrt(0.2 * 0.8 / 5) = 0.54
         (0.6, None, 5, True),
@@ -151,6 +151,7 @@ def test_an_accuracy_is_above_chance_by_a_twentieth_and_three_errors(share, chan
     rows = task("copy", "rope", (share,), chance=chance, cases=cases)
     assert is_above_chance(rows) is clear
     assert is_above_chance(rows + task("copy", "alibi", (None,), cases=cases)) is clear
+    assert is_above_chance(rows + task("copy", "t5", (chance or 0.0,), chance=chance, cases=cases)) is clear
 
 
 def test_cases_of_all_depths_and_seeds_count_together():
