@@ -174,6 +174,14 @@ def test_uniform_attention_has_the_entropy_log_n():
     np.testing.assert_allclose(both, np.log(9), atol=1e-6)
 
 
+def test_the_current_length_is_that_of_the_keys():
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 40, 1, 8)).astype(np.float32)
+    dynamic = pj.scheme("rope", frequencies={"name": "dynamic-ntk", "original_length": 16})
+    found = entropy(dynamic, q, k)
+    np.testing.assert_array_equal(found, entropy(dynamic, q, k, length=40))
+    assert (found != entropy(dynamic, q, k, length=16)).any()
+
+
 def test_entropy_against_float64_over_several_blocks():
     q, k = np.random.default_rng(1).normal(size=(2, 1, 300, 1, 8)).astype(np.float32)
     found = entropy(pj.scheme("nope"), q[:, [0, 150, 299]], k, q_positions=np.array([0, 150, 299]))
@@ -192,6 +200,11 @@ def test_entropy_grows_with_the_context_and_log_n_holds_it_back():
     assert scaled.mean(0)[0] > plain.mean(0)[0]
     assert scaled.mean(0)[1] == pytest.approx(plain.mean(0)[1], abs=0.06)
     assert scaled.mean(0)[2] < plain.mean(0)[2]
+
+
+def test_the_last_query_sees_as_many_keys_as_the_context_has():
+    found = entropy_curve(pj.scheme("nope"), np.array([1, 9]), draws=2, gain=0.0, num_heads=3, head_dim=8)
+    np.testing.assert_allclose(found, [[0, np.log(9)]] * 3, atol=1e-6)
 
 
 def test_a_scheme_that_reads_the_length_is_given_that_of_the_context():
