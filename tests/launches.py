@@ -1,6 +1,5 @@
-"""How a program launches its Pallas kernels: grids, blocks and fast memory, read from its jaxpr."""
+"""How a program launches its Pallas kernels: grids and blocks, read from its jaxpr."""
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,12 +14,10 @@ class Launch(NamedTuple):
         grid: number of programs along each axis.
         blocks: the shape of every block of inputs and outputs; axes of size 1 that the kernel does not see are left
             out.
-        scratch: the bytes of scratch memory.
     """
 
     grid: tuple[int, ...]
     blocks: list[tuple[int, ...]]
-    scratch: int
 
 
 def launches(function, *arguments) -> dict[str, Launch]:
@@ -37,15 +34,9 @@ def _launches(jaxpr) -> Iterator[tuple[str, Launch]]:
                 yield from _launches(inner)
 
 
-def _launch(grid_mapping, jaxpr, **_) -> Launch:
+def _launch(grid_mapping, **_) -> Launch:
     blocks = [
         tuple(size.block_size for size in mapping.block_shape if hasattr(size, "block_size"))
         for mapping in grid_mapping.block_mappings
     ]
-    return Launch(grid_mapping.grid, blocks, sum(map(_bytes, jaxpr.invars[grid_mapping.slice_scratch_ops])))
-
-
-def _bytes(variable) -> int:
-    """The bytes of a scratch array; 0 for semaphores."""
-    dtype = variable.aval.dtype
-    return 0 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else math.prod(variable.aval.shape) * dtype.itemsize
+    return Launch(grid_mapping.grid, blocks)
