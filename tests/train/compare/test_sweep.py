@@ -32,7 +32,8 @@ def runner(loss):
             choice = Choice(each.train.learning_rate, factors.pop())
             asked.append(choice)
             found = loss(*choice)
-            yield [{"error": None if math.isfinite(found) else DIVERGED, "window_nll": found}]
+            measured = {"length": 32, "train_length": 32, "error": None, "window_nll": found}
+            yield [measured if math.isfinite(found) else {"error": DIVERGED}]
 
     return run, asked
 
