@@ -257,6 +257,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1",
     ): "of the seed: only the size of the features is used",
     (
+        "posjax/_checks.py",
+        "near = get_close_matches(str(value), close, n=1)",
+        "2",
+    ): "only the first, the nearest, is used",
+    (
         "train/report/numbers.py",
         'return (row.get("window_tokens") or 0) // row["length"]',
         "1",

@@ -4,6 +4,7 @@ import pytest
 
 import posjax as pj
 from posjax import Layers, masks
+from posjax.scheme.layers import uniform
 
 ROPE, ALIBI, NOPE, T5 = map(pj.scheme, ("rope", "alibi", "nope", "t5"))
 LOCAL = pj.scheme("rope", mask=masks.Window(4))
@@ -18,10 +19,30 @@ def test_periods_are_repeated_in_order():
     assert Layers((((ROPE, NOPE), 2), ((ALIBI,), 1))).schemes == (ROPE, NOPE, ROPE, NOPE, ALIBI)
 
 
+@pytest.mark.parametrize(("name", "field"), [("sinusoidal", "embedding"), ("randomised", "training_positions")])
+def test_one_layer_has_what_its_scheme_has(name, field):
+    scheme = pj.scheme(name, **({"max_length": 64} if name == "randomised" else {}))
+    assert getattr(layers(scheme), field) == getattr(scheme, field) is not None
+
+
 @pytest.mark.parametrize("patterns", [(), (((), 1),), (((ROPE,), 0),), (((ROPE,), -1),)])
 def test_empty_patterns_are_refused(patterns):
-    with pytest.raises(ValueError, match="patterns"):
+    with pytest.raises(ValueError, match=r"patterns is empty|every period needs schemes and repeats"):
         Layers(patterns)
+
+
+def test_one_layer_that_reads_the_length_is_enough():
+    dynamic = pj.scheme("rope", frequencies={"name": "dynamic-ntk", "original_length": 16})
+    assert layers(ROPE, dynamic).reads_length
+    assert not layers(ROPE, NOPE).reads_length
+
+
+def test_one_scheme_for_all_layers():
+    assert uniform(ROPE, 3).schemes == (ROPE,) * 3
+    both = layers(ROPE, NOPE)
+    assert uniform(both, 2) is both
+    with pytest.raises(ValueError, match="2"):
+        uniform(both, 3)
 
 
 @pytest.mark.parametrize(
