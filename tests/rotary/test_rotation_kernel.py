@@ -61,7 +61,7 @@ def test_the_kernel_rotates_by_the_angles(pairing, size, width, dtype, tolerance
 )  # fmt: skip
 def test_blocks_have_up_to_512_tokens_and_1024_columns(x, grid, tokens, columns):
     """As few programs as possible, in blocks that divide the tokens and the heads; one head may be wider."""
-    shapes = (x, jnp.bfloat16), *((((x[1], x[3] // 2)), jnp.float32),) * 2
+    shapes = (x, jnp.bfloat16), *(((x[1], x[3] // 2), jnp.float32),) * 2
     launch = launches(partial(tpu.rotated, pairing="half"), *(jax.ShapeDtypeStruct(*of) for of in shapes))
     found = launch["posjax_rotation"]
     assert found.grid == grid

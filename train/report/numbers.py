@@ -6,6 +6,8 @@ evaluation length in tokens; `train_length`; `error`, the reason if there are no
 `train.report.families`, which older rows lack. Trainings that end at a loss have more columns, see
 `train.report.reached`.
 
+A trial that diverged has one row, without lengths.
+
 Rows of perplexity, one for each (scheme, seed, length):
 
     window_perplexity   over whole windows;  window_tokens: how many tokens were scored;  window_nll: nats per token
