@@ -120,6 +120,21 @@ def test_blocks_of_narrow_keys_are_as_wide_as_their_features():
     assert launch.blocks[-2:] == [(512, 8 * 64), (512, 8 * 128)]
 
 
+@pytest.mark.parametrize("sizes", [(0, 256, 4, 128), (2, 0, 4, 128), (2, 256, 0, 128)])
+def test_empty_arrays_have_no_kernel(sizes):
+    cos = jnp.zeros((sizes[1], 64))
+    assert not tpu.supports(jnp.zeros(sizes), cos)
+    assert tpu.supports(jnp.zeros([size or 256 for size in sizes]), cos)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(np.float32, jax.lax.Precision.HIGHEST), (jnp.bfloat16, None)])
+def test_float32_is_copied_at_the_highest_precision(dtype, precision):
+    """At the default one a TPU would round the components to bfloat16."""
+    program = jax.make_jaxpr(tpu._product)(np.zeros((8, 4), dtype), np.zeros((4, 4), dtype))
+    assert program.eqns[0].params["precision"] == (precision and (precision, precision))
+    assert program.out_avals[0].dtype == np.float32
+
+
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_rows_share_a_table(pairing):
     x, angles, cotangent = values("slack")

@@ -74,7 +74,7 @@ class Elu(LinearKernel):
     def query(self, params, q):
         """``elu(q) + 1``, without the rounding of ``1 + expm1``: positive for inputs down to -87."""
         x = widened(q)
-        return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+        return jnp.where(x >= 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 
 @dataclass(frozen=True)

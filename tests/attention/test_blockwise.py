@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from posjax.attention import attention
-from posjax.attention.blockwise import _choose_blocks, _rows_at_once, blockwise
+from posjax.attention.blockwise import (
+    _added,
+    _choose_blocks,
+    _finish,
+    _inexact_leaves,
+    _pair_masks,
+    _put,
+    _rows_at_once,
+    _rows_of_a_plan,
+    blockwise,
+)
 from posjax.attention.operands import Operands, RemappedPair
 from posjax.attention.padding import pad
 from posjax.attention.tiles import Blocks, Kind, plan_tiles, visits
@@ -167,3 +177,61 @@ def test_rows_with_a_plan_each_have_gradients_over_a_range(start, monkeypatch):
         return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(q, q + 1, q - 1, jnp.array([0.5, 0.1]))
 
     chex.assert_trees_all_close(gradients("blockwise"), gradients("dense"), atol=2e-5)
+
+
+ROWS = np.zeros((4, 8), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("slots", "differ"),
+    [
+        ({}, False),
+        ({"mask": Causal()}, False),
+        ({"mask": Segments(ROWS[:1])}, False),
+        ({"mask": Segments(ROWS)}, True),
+        ({"remap": (Causal() & Segments(ROWS),)}, True),
+        ({"q_positions": ROWS[0]}, False),
+        ({"q_positions": ROWS}, True),
+        ({"kv_positions": ROWS}, True),
+    ],
+)
+def test_rows_share_a_plan_unless_masks_or_positions_differ(slots, differ, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("posjax.attention.blockwise"), "TILE_ELEMENTS", 2 * 8 * 64)
+    assert _rows_of_a_plan(operands(4, 1, 1, **slots)) == (2 if differ else 4)
+    assert _rows_of_a_plan(operands(0, 1, 1, **slots)) == 0
+
+
+def test_gradients_of_a_tile_are_added_where_its_tokens_are():
+    """An axis of a whole array is cut only if the tile's part of it is shorter."""
+    whole, part = np.ones((2, 6, 8), np.float32), np.full((2, 3, 8), 2, jnp.bfloat16)
+    found = _added(jnp.asarray(whole), jnp.asarray(part), [5, 3, 4])
+    chex.assert_type(found, jnp.float32)
+    whole[:, 3:] = 3
+    np.testing.assert_array_equal(found, whole)
+    np.testing.assert_array_equal(_added(jnp.asarray(whole), jnp.asarray(whole), [5, 3, 4]), 2 * whole)
+
+
+def test_gradients_of_some_rows_are_put_at_them_or_added_if_rows_share_the_array():
+    whole, part = jnp.zeros((3, 4)), jnp.ones((3, 2))
+    np.testing.assert_array_equal(_put(whole, part, 1, 1), [[0, 1, 1, 0]] * 3)
+    np.testing.assert_array_equal(_put(part, part, 1, None), 2 * part)
+
+
+def test_leaves_without_derivative_stay_where_others_are_replaced():
+    tree = {"a": jnp.ones(2), "b": (jnp.arange(3), jnp.zeros((), jnp.bfloat16))}
+    leaves, rebuild = _inexact_leaves(tree)
+    chex.assert_trees_all_equal(leaves, [tree["a"], tree["b"][1]])
+    assert rebuild(["first", "second"]) == {"a": "first", "b": (tree["b"][0], "second")}
+
+
+def test_scores_are_masked_only_in_tiles_that_need_it():
+    tile = operands(1, 1, 1, mask=Causal(), remap=(Beyond(3),), q_positions=np.arange(8), kv_positions=np.arange(8))
+    logits, allowed = np.zeros((1, 1, 1, 8, 8), np.float32), np.tril(np.ones((8, 8), bool))
+    np.testing.assert_array_equal(_finish(tile, Kind((0,), True), logits)[0, 0, 0], np.where(allowed, 0, -np.inf))
+    assert _finish(tile, Kind((0,), False), logits) is logits
+    assert _finish(dataclasses.replace(tile, mask=None), Kind((0,), True), logits) is logits
+    assert _pair_masks(tile, Kind((1,), True)) == [None]
+    far = np.arange(8)[:, None] - np.arange(8) >= 3
+    near, remapped = _pair_masks(tile, Kind((0, 1), False))
+    np.testing.assert_array_equal(remapped, far)
+    np.testing.assert_array_equal(near, ~far)

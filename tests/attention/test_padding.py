@@ -13,8 +13,18 @@ from decoders import NAMES, preset
 
 import posjax as pj
 from posjax import bias, masks
+from posjax._numbers import LARGEST
 from posjax.attention.api import BACKENDS
+from posjax.attention.operands import Operands, PerQuery
+from posjax.attention.padding import (
+    lengthened_rows,
+    pad,
+    without_padded_gates,
+    without_padded_scale,
+    without_padding,
+)
 from posjax.masks import Beyond, Causal, Segments, Window
+from posjax.positions import Range
 from posjax.remap import Branch
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 16, 4, 2, 8
@@ -244,3 +254,91 @@ def test_decoding(name):
     chex.assert_tree_all_finite(dirty[0])
     chex.assert_trees_all_close(dirty, clean, atol=1e-6)
     np.testing.assert_array_equal(np.asarray(dirty[0])[HIDDEN], 0)
+
+
+def test_padding_tokens_get_zeros_on_their_own_side():
+    q, k, v = projections()
+    keys = np.roll(HIDDEN, 3, axis=1)
+    found = without_padding(Segments(IDS, np.where(keys, -1, 0)), q, k, v)
+    for x, hidden, array in zip(found, (HIDDEN, keys, keys), (q, k, v), strict=True):
+        np.testing.assert_array_equal(x, np.where(hidden[..., None, None], 0, array))
+    assert without_padding(Causal(), q)[0] is q
+
+
+def test_scales_of_padding_are_zeros_and_scales_of_no_single_token_stay():
+    q, mask = projections()[0], Causal() & Segments(IDS, np.roll(IDS, 3, axis=1))
+    scale = 1 + normal(5, BATCH, LENGTH, HEADS) ** 2
+    np.testing.assert_array_equal(without_padded_scale(mask, scale, q), np.where(HIDDEN[..., None], 0, scale))
+    for whole in (None, 0.5, scale[:1], scale[0, 0]):
+        assert without_padded_scale(mask, whole, q) is whole
+    assert without_padded_scale(Causal(), scale, q) is scale
+
+
+def test_gates_of_padding_are_zeros_on_their_own_side():
+    gates = 1 + normal(6, BATCH, HEADS, LENGTH) ** 2
+    bound = bias.FoX().bind(num_heads=HEADS, q_gates=gates, kv_gates=2 * gates)
+    keys = np.roll(HIDDEN, 3, axis=1)
+    found = without_padded_gates(Segments(IDS, np.where(keys, -1, 0)), bound)
+    np.testing.assert_array_equal(found.q_gates, np.where(HIDDEN[:, None], 0, gates))
+    np.testing.assert_array_equal(found.kv_gates, np.where(keys[:, None], 0, 2 * gates))
+    assert without_padded_gates(Causal(), bound) is bound
+    table = normal(7, BATCH, HEADS, LENGTH, LENGTH)
+    pairs = without_padded_gates(Segments(IDS), bias.array_bias(table)).array
+    np.testing.assert_array_equal(pairs, table, "an array over pairs stays")
+
+
+def operands_of(queries: int, keys: int, **slots) -> Operands:
+    q, k = normal(1, BATCH, KV_HEADS, 2, queries, SIZE), normal(2, BATCH, KV_HEADS, keys, SIZE)
+    given = {"bias": None, "mask": None, "q_positions": Range(3, queries), "kv_positions": np.arange(keys)[::-1]}
+    return Operands(q, k, k, **(given | slots))
+
+
+@pytest.mark.parametrize("mask", [None, Causal()])
+def test_operands_are_lengthened_to_whole_blocks_and_no_query_sees_an_added_key(mask):
+    table = normal(3, 1, 4, 5, 7)
+    x = operands_of(5, 7, mask=mask, bias=bias.array_bias(table))
+    found = pad(x, 4, 3)
+    added = np.pad(x.q, [(0, 0)] * 3 + [(0, 3), (0, 0)]), np.pad(x.k, [(0, 0)] * 2 + [(0, 2), (0, 0)])
+    chex.assert_trees_all_equal((found.q, found.k, found.v), (*added, added[1]))
+    assert found.q_positions == Range(3, 8)
+    np.testing.assert_array_equal(found.kv_positions, [6, 5, 4, 3, 2, 1, 0, 0, 0])
+    np.testing.assert_array_equal(found.bias.array, np.pad(table, [(0, 0), (0, 0), (0, 3), (0, 2)], mode="edge"))
+    allowed = np.asarray(masks.materialise(found.mask, found.q_positions, found.kv_positions)).reshape(8, 9)
+    ahead = np.arange(3, 11)[:, None] < np.arange(7)[::-1] if mask is not None else np.zeros((8, 7), bool)
+    np.testing.assert_array_equal(allowed, np.pad(~ahead, [(0, 0), (0, 2)]))
+
+
+def test_operands_of_whole_blocks_stay_and_more_queries_need_no_mask():
+    x = operands_of(8, 6)
+    assert pad(x, 4, 3) is x
+    found = pad(operands_of(5, 6), 4, 3)
+    assert (found.q.shape[3], found.k.shape[2], found.mask) == (8, 6, None)
+
+
+def test_an_axis_that_broadcasts_is_not_lengthened():
+    table = normal(3, 1, 4, 1, 7)
+    found = pad(operands_of(5, 7, bias=bias.array_bias(table)), 4, 4)
+    chex.assert_shape(found.bias.array, (1, 4, 1, 8))
+
+
+@pytest.mark.parametrize(("start", "contiguous"), [(LARGEST - 7, True), (LARGEST - 6, False)])
+def test_added_positions_stay_within_int32(start, contiguous):
+    found = pad(operands_of(5, 6, q_positions=Range(start, 5)), 8, 6).q_positions
+    if contiguous:
+        assert found == Range(start, 8)
+    else:
+        np.testing.assert_array_equal(found, [*range(start, start + 5), *[start + 4] * 3])
+
+
+def test_an_unknown_start_is_taken_to_leave_room_for_added_positions():
+    found = pad(operands_of(5, 6, q_positions=Range(jnp.int32(7), 5)), 8, 6).q_positions
+    assert (int(found.start), found.length) == (7, 8)
+
+
+def test_added_rows_have_an_infinite_log_sum_exp_and_no_gradient():
+    rows = PerQuery(*(normal(n, 1, 2, 3, 5, *more) for n, more in enumerate(((4,), (), (), ()))))
+    found = lengthened_rows(rows, 8)
+    for name, part, whole in zip(PerQuery._fields, rows, found, strict=True):
+        chex.assert_shape(whole, (1, 2, 3, 8, *part.shape[4:]))
+        np.testing.assert_array_equal(whole[:, :, :, :5], part)
+        np.testing.assert_array_equal(whole[:, :, :, 5:], np.inf if name == "lse" else 0)

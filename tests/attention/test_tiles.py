@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from posjax.attention.operands import Operands, RemappedPair
-from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, TilePlan, plan_tiles
+from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, TilePlan, plan_tiles, visits
 from posjax.attention.tpu.tile_lists import choice_of, lists, tile_of
 from posjax.masks import (
+    ArrayMask,
     Beyond,
     Causal,
     Chunked,
@@ -248,3 +249,46 @@ def test_a_block_of_queries_without_keys_gets_a_masked_tile():
     plan = TilePlan((whole,), np.array([[1, 1], [0, 0]])).with_every_query
     assert plan.kinds == (whole, Kind((0,), True))
     np.testing.assert_array_equal(plan.grid, [[1, 1], [0, 2]])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_tile_for_every_query_takes_the_first_masked_kind_or_a_new_one(known):
+    """Without a key to see, it is the last tile of the row. Known plans that lack none stay as they are."""
+    array = np.array if known else jnp.array
+    whole, masked = Kind((0,), False), Kind((0, 1), True)
+    plan = TilePlan((whole, masked, masked), array([[[1, 0], [0, 0]]])).with_every_query
+    assert plan.kinds == (whole, masked, masked)
+    np.testing.assert_array_equal(plan.grid, [[[1, 0], [0, 2]]])
+    full = TilePlan((whole,), array([[[1, 0], [0, 1]]]))
+    found = full.with_every_query
+    np.testing.assert_array_equal(found.grid, full.grid)
+    assert found.kinds == ((whole,) if known else (whole, Kind((0,), True)))
+
+
+def test_rows_that_share_tiles_visit_what_any_of_them_needs():
+    rows = np.zeros((2, 1, QUERIES, KEYS), bool)
+    rows[0, :, :8, :12] = rows[1, :, :8, 12:24] = rows[:, :, 8:16] = True
+    case = Case("rows", ArrayMask(rows))
+    whole, masked = Kind((0,), False), Kind((0,), True)
+    blocks = Blocks(8, 12)
+    apart, shared = (plan_tiles(operands(case), blocks, together=together) for together in (False, True))
+    assert apart.kinds == (whole,)
+    np.testing.assert_array_equal(apart.grid, [[[1, 0, 0], [1, 1, 1], [0, 0, 0]], [[0, 1, 0], [1, 1, 1], [0, 0, 0]]])
+    assert shared.kinds == (whole, masked)
+    np.testing.assert_array_equal(shared.grid, [[[2, 2, 0], [1, 1, 1], [0, 0, 0]]])
+
+
+def test_a_tile_is_whole_if_it_is_whole_for_all_heads_and_empty_if_for_all():
+    heads = np.zeros((1, 2, QUERIES, KEYS), bool)
+    heads[:, 0, :12] = heads[:, 1, :12, :18] = True
+    found = plan_tiles(operands(Case("heads", ArrayMask(heads))), Blocks(12, 18))
+    assert found.kinds == (Kind((0,), False), Kind((0,), True))
+    np.testing.assert_array_equal(found.grid, [[[1, 2], [0, 0]]])
+
+
+def test_a_mask_that_shows_nothing_has_a_kind_without_tiles():
+    found = plan_tiles(operands(Case("nothing", Causal(), kv_positions=Range(100, KEYS))), Blocks(12, 18))
+    assert len(found.kinds) == 1
+    np.testing.assert_array_equal(found.grid, np.zeros((1, 2, 2)))
+    listed = visits(found.grid, 1)
+    np.testing.assert_array_equal(listed.ends, np.zeros((1, 2, 1)))

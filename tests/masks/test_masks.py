@@ -183,6 +183,56 @@ def test_counts_of_visible_keys_are_the_rows_of_the_mask(name, causal):
     np.testing.assert_array_equal(got[inner], allowed.sum(-1)[inner])
 
 
+@pytest.mark.parametrize(
+    ("mask", "want", "whole"),
+    [
+        (FirstTokens(3), COLUMN < 3, slice(None)),
+        (Chunked(8), ROW // 8 == COLUMN // 8, slice(None)),
+        (Dilated(3, 4), (abs(ROW - COLUMN) % 4 == 0) & (abs(ROW - COLUMN) <= 8), slice(8, -8)),
+        (Dilated(3, (4, 7)), (abs(ROW - COLUMN) % 4 == 0) & (abs(ROW - COLUMN) <= 8), slice(8, -8)),
+    ],
+)
+def test_counts_of_keys_on_both_sides(mask, want, whole):
+    """Exact for queries whose keys are all within the sequence; of heads, that of the smallest dilation."""
+    got = mask.visible(jnp.full(N, N), jnp.arange(N), False)
+    np.testing.assert_array_equal(np.broadcast_to(got, N)[whole], want.sum(-1)[whole])
+
+
+def test_counts_of_far_keys():
+    """If they may also lie ahead of the query, their number is not known, so all count."""
+    counts = jnp.arange(N) + 1
+    np.testing.assert_array_equal(Beyond(5).visible(counts, jnp.arange(N), True), np.maximum(np.arange(N) - 4, 0))
+    np.testing.assert_array_equal(Beyond(5).visible(counts, jnp.arange(N), False), counts)
+
+
+def test_counts_of_both_masks():
+    got = (Window(4) & Chunked(3)).visible(jnp.arange(N) + 1, jnp.arange(N), True)
+    np.testing.assert_array_equal(got, np.arange(N) % 3 + 1)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Window(5),
+        Band(5),
+        Band(6),
+        Chunked(7),
+        ChunksApart(3, 0, 2),
+        Dilated(3, 4),
+        Dilated(4, (1, 5)),
+    ],
+)
+def test_a_causal_query_sees_keys_up_to_the_number_of_recent_ones_that_a_mask_retains(mask):
+    """The last of them is seen by some query."""
+    distance = np.where(COLUMN <= ROW, ROW - COLUMN, -1)
+    seen = np.asarray(masks.materialise(mask, positions.Range(0, N), positions.Range(0, N))).reshape(-1, N, N)
+    assert mask.kept_keys == (0, max(distance[head].max() for head in seen) + 1)
+
+
+def test_masks_without_a_limit_retain_all_keys():
+    assert [mask.kept_keys for mask in (Causal(), Beyond(3), ChunksApart(3, 1))] == [None] * 3
+
+
 def test_counts_of_what_a_mask_hides():
     got = (~Window(4)).visible(jnp.arange(N) + 1, jnp.arange(N), True)
     np.testing.assert_array_equal(got, np.maximum(np.arange(N) - 3, 0))

@@ -29,10 +29,12 @@ from decoders import (
     separate,
 )
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import posjax as pj
 from posjax import masks, rotary, scales
-from posjax.nn import Decoder
+from posjax.nn import Decoder, Residual
+from posjax.nn.decoder import _check_shapes as check_shapes
 from posjax.positions import Range, from_mask
 
 SHIFT = 1_000_003
@@ -314,3 +316,112 @@ def test_inputs_that_do_not_fit_are_refused():
     }.items():
         with pytest.raises(ValueError, match=message):
             model(**arguments)
+
+
+# --- parts of the decoder ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [(3, 4), (1, 4)])
+def test_shapes_that_fit(tokens):
+    rows = {(4,), (1, 4), tokens}
+    for shape in rows:
+        check_shapes(np.zeros(tokens, int), np.zeros(shape, int), np.zeros(tokens, int), np.zeros((*shape, 2)))
+    check_shapes(np.zeros(tokens, int), Range(7, 4), None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("positions", np.zeros(shape, int)) for shape in ((), (3,), (5,), (2, 4), (3, 3), (3, 1), (3, 4, 1))],
+        ("positions", Range(0, 5)),
+        *[("coordinates", np.zeros(shape)) for shape in ((), (4,), (3, 2), (2, 4), (3, 4), (2, 4, 2), (1, 3, 4, 2))],
+        *[("segment_ids", np.zeros(shape, int)) for shape in ((4,), (1, 4), (2, 4), (3, 3))],
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(getattr(value, "shape", value)),
+)
+def test_shapes_that_do_not_fit(name, value):
+    arguments = dict.fromkeys(("positions", "segment_ids", "coordinates")) | {name: value}
+    with pytest.raises(ValueError, match=f"{name} must have"):
+        check_shapes(np.zeros((3, 4), int), **arguments)
+
+
+def test_rows_without_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"tokens must hold at least one token, found shape \(3, 0\)"):
+        check_shapes(np.zeros((3, 0), int), None, None, None)
+
+
+ROW = jnp.zeros((2, 6), jnp.int32)
+SEGMENTS = jnp.array([[5, 5, 2, 2, 2, 9], [0, 0, 0, 0, 0, 0]])
+
+
+def inputs(segment_ids=None, positions=None, length=None, coordinates=None, **options):
+    model = nnx.eval_shape(lambda: Decoder(config(preset("rope"), **options), rngs=nnx.Rngs(0)))
+    return model._layer_inputs(ROW, positions, segment_ids, length, coordinates)
+
+
+@pytest.mark.parametrize(
+    ("causal", "segments", "visible"),
+    [
+        (True, None, [1, 2, 3, 4, 5, 6]),
+        (False, None, [6] * 6),
+        (True, SEGMENTS, [[1, 2, 1, 2, 3, 1], [1, 2, 3, 4, 5, 6]]),
+        (False, SEGMENTS, [[2, 2, 3, 3, 3, 1], [6] * 6]),
+    ],
+)
+def test_the_number_of_keys_that_a_token_sees(causal, segments, visible):
+    """Its document up to itself, or all of its document in both directions."""
+    np.testing.assert_array_equal(inputs(segments, causal=causal).visible, visible)
+
+
+def test_positions_length_and_coordinates_of_a_row():
+    found = inputs()
+    assert (found.positions, found.length, found.mask, found.coordinates) == (Range(0, 6), 6, None, None)
+    given = jnp.arange(6)[None] + 3
+    found = inputs(positions=given, length=99, coordinates=jnp.arange(12.0).reshape(6, 2))
+    np.testing.assert_array_equal(found.positions, np.repeat(given, 2, axis=0))
+    np.testing.assert_array_equal(found.coordinates, np.arange(12.0).reshape(1, 6, 2).repeat(2, axis=0))
+    assert found.length == 99
+    assert inputs(positions=jnp.arange(6)).positions.shape == (6,)
+    assert inputs(positions=Range(4, 6)).positions == Range(4, 6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0, 3.0])
+def test_embeddings_are_scaled_before_positions_are_added(scale):
+    """Positions are the first of several coordinates."""
+    model = nnx.eval_shape(lambda: Decoder(config(preset("sinusoidal"), embedding_scale=scale), rngs=nnx.Rngs(0)))
+    table, tokens = np.random.default_rng(0).normal(size=(VOCAB, 32)).astype(np.float32), np.array([[3, 0, 5]])
+    spec, places = preset("sinusoidal").embedding, np.array([[[4.0, 9.0], [2.0, 9.0], [7.0, 9.0]]])
+    for positions, coordinates, wanted in (
+        (Range(5, 3), None, [5, 6, 7]),
+        (Range(0, 3), jnp.asarray(places), [4, 2, 7]),
+    ):
+        found = model._embedded(jnp.asarray(table), {}, tokens, positions, coordinates)
+        np.testing.assert_allclose(found[0], scale * table[tokens[0]] + spec.embed({}, np.array(wanted), 32), atol=1e-5)
+
+
+def test_only_the_first_layer_has_no_norm_before_it():
+    scheme = pj.Layers((((preset("rope"), preset("nope")), 1), ((preset("rope"),), 2)))
+    settings = config(scheme, residual=Residual(first_norm=False))
+    model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0)))
+    assert [[block.attention_norm is None for block in stack] for stack in model.stacks] == [[True, False], [False]]
+
+
+def test_embedding_and_head_start_at_the_inverse_root_of_the_width():
+    model = Decoder(config(preset("rope"), vocab_size=500, num_layers=1, tied_head=False), rngs=nnx.Rngs(0))
+    for weights in (model.embed[...], model.head[...]):
+        np.testing.assert_allclose([weights.mean(), weights.std()], [0, 32**-0.5], atol=0.005)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(("x",), "y"), (("x", "y"), None)])
+def test_logits_on_explicit_axes_are_split_over_the_vocabulary(rows, vocab):
+    """Unless the rows are already split over the same axis."""
+    settings = config(preset("rope"), tied_head=False, biases=("head",), logit_scale=0.5)
+    model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0)))
+    draw = np.random.default_rng(0)
+    hidden, matrix, bias = (draw.normal(size=shape).astype(np.float32) for shape in ((4, 2, 32), (32, VOCAB), (VOCAB,)))
+    model.head_bias = nnx.Param(jnp.asarray(bias))
+    with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)):
+        model.head = nnx.Param(jax.device_put(matrix, PartitionSpec(None, "y")))
+        found = jax.jit(model.logits)(jax.device_put(hidden, PartitionSpec(*rows)))
+        assert jax.typeof(found).sharding.spec == PartitionSpec(*rows, *[None] * (2 - len(rows)), vocab)
+    np.testing.assert_allclose(found, (hidden @ matrix + bias) / 2, atol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 from nn.huggingface import released
 
 from posjax.nn import from_pretrained, save_pretrained
-from posjax.nn.huggingface.files import INDEX, TensorFolder, is_local, lay_out
+from posjax.nn.huggingface.files import INDEX, TensorFolder, create, is_local, lay_out
 
 DTYPES = (
     "float64",
@@ -96,9 +96,17 @@ def test_one_file_needs_no_index(tmp_path):
     assert_same(read(tmp_path), SMALL)
 
 
-def test_tensors_are_aligned(tmp_path):
+@pytest.mark.parametrize("letters", range(1, 10))
+def test_tensors_are_aligned(letters):
+    (layout,) = lay_out({"b" * letters: (np.dtype(np.float32), (2, 3)), "a": (np.dtype(np.int16), (4,))}, 10**6)
+    assert (len(layout.header) % 8, layout.entries["b" * letters].start) == (0, len(layout.header))
+
+
+def test_a_created_file_has_its_whole_size_and_holds_zeros(tmp_path):
     (layout,) = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in SMALL.items()}, 10**6)
-    assert (len(layout.header) % 8, layout.entries["b"].start) == (0, len(layout.header))
+    create(tmp_path, [layout])
+    assert (tmp_path / "model.safetensors").stat().st_size == len(layout.header) + 6 * 4 + 4 * 2
+    assert_same(read(tmp_path), {name: np.zeros_like(tensor) for name, tensor in SMALL.items()})
 
 
 def test_only_files_of_the_index_are_read(tmp_path):

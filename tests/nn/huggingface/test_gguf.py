@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from nn.huggingface import released
 
 from posjax import rotary
 from posjax.nn import from_pretrained, save_pretrained
-from posjax.nn.huggingface.gguf import GGUF
+from posjax.nn.huggingface.gguf import GGUF, _halves
 from posjax.nn.huggingface.load import read_values
 
 gguf = pytest.importorskip("gguf")
@@ -513,3 +514,66 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
         path.write_bytes(content[:size])
         with pytest.raises(ValueError, match=f"{path} is not a readable GGUF file"):
             from_pretrained(path)
+
+
+# --- one part at a time -----------------------------------------------------------------------------------------------
+
+
+def with_fields(**fields):
+    """A file of these keys of ``llama``, with ``__`` in place of dots, and no tensors."""
+    made, fields = GGUF.__new__(GGUF), {key.replace("__", "."): value for key, value in fields.items()}
+    made._fields = {f"llama.{key}": SimpleNamespace(contents=lambda v=value: v) for key, value in fields.items()}
+    return made
+
+
+@pytest.mark.parametrize(("heads", "order"), [(1, [0, 2, 1, 3]), (2, [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11])])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_the_channels_of_a_head_are_put_into_halves(heads, order, shape):
+    """llama.cpp has channel t of the first half next to channel t of the second half."""
+    rows = np.array(order).reshape(-1, *[1] * len(shape)) * np.ones(shape, int)
+    np.testing.assert_array_equal(_halves(rows, heads), np.sort(rows, axis=0))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("output.weight", "lm_head.weight"),
+        ("blk.12.attn_q.weight", "model.layers.12.self_attn.q_proj.weight"),
+        ("blk.0.ffn_down.bias", "model.layers.0.mlp.down_proj.bias"),
+        ("blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_exps.weight"),
+        ("enc.0.attn_q.weight", "enc.0.attn_q.weight"),
+        ("rope_freqs.weight", "rope_freqs.weight"),
+    ],
+)
+def test_names_of_tensors(theirs, ours):
+    assert GGUF._name(theirs) == ours
+
+
+def test_scalings_of_the_metadata():
+    scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    length = {"rope__scaling__original_context_length": 32}
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert with_fields(**scaling)._scaling() == yarn
+    assert with_fields(**scaling, **length)._scaling() == yarn | {"original_max_position_embeddings": 32}
+    linear = scaling | {"rope__scaling__type": "linear"}
+    assert with_fields(**linear, **length)._scaling() == {"rope_type": "linear", "factor": 4.0}
+    assert with_fields(rope__scaling__type="none")._scaling() is with_fields(rope__freq_base=5.0)._scaling() is None
+    for key in ("rope__scaling__attn_factor", "rope__scale_linear"):
+        with pytest.raises(ValueError, match="is a part of a rope scaling that is not supported"):
+            with_fields(**scaling, **{key: 2.0})._scaling()
+
+
+def test_metadata_that_changes_the_computation_is_refused():
+    with_fields(attention__head_count=2, attention__layer_norm_rms_epsilon=1e-5, context_length=9)._check_keys()
+    for key in ("attention__clamp_kqv", "logit_scale", "embedding_scale", "residual_scale"):
+        with pytest.raises(ValueError, match=f"llama.{key.replace('__', '.')} changes what the model computes"):
+            with_fields(context_length=9, **{key: 1.0})._check_keys()
+
+
+def test_sizes_of_heads():
+    assert with_fields(attention__head_count=6, embedding_length=48)._head_dim == 8
+    assert with_fields(attention__head_count=6, embedding_length=48, attention__key_length=5)._head_dim == 5
+    found = with_fields(attention__head_count=6)
+    assert (found._heads("head_count"), found._heads("head_count_kv")) == (6, 6)
+    assert with_fields(attention__head_count=6, attention__head_count_kv=2)._heads("head_count_kv") == 2

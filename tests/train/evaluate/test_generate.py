@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from documents import EOS, encode
+from documents import BYTES, EOS, encode
 from flax import nnx
 
 from posjax import rotary
@@ -14,7 +16,8 @@ from train import cli
 from train.checkpoint.restore import restore_model
 from train.config import load
 from train.data.tokenizer import HuggingFaceTokenizer
-from train.evaluate.generate import Draws, _written, choose, generate, tokens_after
+from train.evaluate import generate as module
+from train.evaluate.generate import Draws, _check_embedded, _written, choose, generate, tokens_after
 from train.evaluate.saved import evaluation_documents
 from train.evaluate.search import _fitness, check_searchable
 from train.evaluate.windows import full_pieces, last_windows
@@ -89,6 +92,75 @@ def test_an_extended_scheme_uses_the_length_of_the_prompt_and_the_new_tokens(run
     text = generate(run, "abc", sampling, [f"scheme.extend={json.dumps({'frequencies': rule})}"], lambda text: None)
     wanted, plain = (drawn_without_a_cache(each, prompt, sampling) for each in (extended, model))
     assert list(text.encode()) == wanted != plain
+
+
+def test_the_likeliest_tokens_alone_are_drawn_and_all_that_are_equally_likely():
+    logits = jnp.log(jnp.array([[0.1, 0.3, 0.3, 0.3], [0.4, 0.3, 0.2, 0.1]]))
+    keys = jax.random.split(jax.random.key(0), 200)
+    for top_k, wanted in ((1, ({1, 2, 3}, {0})), (3, ({1, 2, 3}, {0, 1, 2})), (4, ({0, 1, 2, 3},) * 2)):
+        drawn = np.asarray(jax.jit(jax.vmap(lambda key, k=top_k: choose(key, logits, 1.0, k)))(keys))
+        assert tuple(set(column.tolist()) for column in drawn.T) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tokens": -1}, "--tokens must not be negative, found -1"),
+        ({"top_k": 2**32}, r"--top-k must be below 2\*\*32, found 4294967296"),
+        ({"temperature": float("nan")}, r"--temperature must be below 2\*\*32, found nan"),
+    ],
+)
+def test_numbers_of_a_draw_are_limited(given, message):
+    Draws(tokens=0, temperature=0, top_k=2**32 - 1, seed=0)
+    with pytest.raises(ValueError, match=message):
+        Draws(**given)
+
+
+def test_tokens_without_an_embedding_are_refused():
+    _check_embedded(np.array([0, 6]), 7)
+    with pytest.raises(ValueError, match=r"--prompt: the model has 7 tokens, and no embedding for \[7\]"):
+        _check_embedded(np.array([0, 7, 8]), 7)
+
+
+def test_text_is_written_in_whole_characters():
+    """A character that is never completed is replaced, at the end."""
+    text, pieces = "a\u00e9\u20ac".encode() + b"b\xe2\x82", []
+    sizes = []
+    tokenizer = SimpleNamespace(decode=lambda tokens: sizes.append(len(tokens)) or BYTES.decode(tokens))
+    written = _written(iter(text), encode(b"x" * 40)[:-1], tokenizer, pieces.append)
+    assert sizes == [*range(16, 17 + len(text))], "only the end of a long prompt is decoded again"
+    assert [piece for piece in pieces if piece] == ["a", "\u00e9", "\u20ac", "b", "\ufffd"]
+    assert written == "a\u00e9\u20acb\ufffd"
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """A model of ten tokens that continues with the next number; one logit after token 8 is not finite."""
+
+    def step(parameters, cache, tokens, valid):
+        logits = 50 * jax.nn.one_hot(tokens + 1, 10)
+        return jnp.where((tokens[..., None] == 8) & (jnp.arange(10) == 3), jnp.inf, logits), cache
+
+    lengths = []
+    monkeypatch.setattr(module, "to_decode", lambda model, mesh: (None, lambda parameters: parameters))
+    monkeypatch.setattr(module, "drawn_in_use", lambda model, total, seed, rows: lengths.append((total, rows)))
+    monkeypatch.setattr(module, "decoding", lambda graph, drawn, total: step)
+    monkeypatch.setattr(module, "cache_for", lambda *_: jnp.zeros(()))
+    last = lambda step, parameters, cache, prompts, mesh: (step(None, cache, prompts, None)[0][:, -1], cache)  # noqa: E731
+    monkeypatch.setattr(module, "read", last)
+    return lengths
+
+
+def test_tokens_follow_until_an_end_or_their_number(counting):
+    def after(prompt, tokens, ends=()):
+        return list(tokens_after(nnx.Module(), np.array(prompt), Draws(tokens=tokens, temperature=0), set(ends)))
+
+    assert after([7, 1, 2], 4) == [3, 4, 5, 6]
+    assert after([1, 2], 4, {5}) == [3, 4]
+    assert after([1, 2], 0) == []
+    assert counting == [(7, 1), (6, 1), (2, 1)]
+    with pytest.raises(ValueError, match="the model gives no finite logits after 5 tokens; generate fewer"):
+        after([1, 2, 6], 4)
 
 
 def test_choices_follow_the_distribution_and_its_seed():

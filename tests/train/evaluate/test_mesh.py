@@ -13,7 +13,7 @@ import posjax as pj
 from posjax import nn
 from train.config import parse
 from train.evaluate.decoder import cache_for, predictor_of, to_decode
-from train.evaluate.mesh import mesh_for, on, split_cache, whole
+from train.evaluate.mesh import mesh_for, on, placement, sizes_for, split_cache, whole
 from train.evaluate.predictor import likeliest_next, next_nll
 from train.model.mesh import AXES, mesh_from_sizes
 from train.model.sharding import tree_shardings
@@ -114,6 +114,42 @@ def test_rows_are_split_over_as_many_devices_as_they_fill(rows, asked, sizes):
         assert found is None
     else:
         chex.assert_trees_all_equal({name: found.shape[name] for name in sizes}, sizes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices", "slices", "scheme", "sizes"),
+    [
+        (1, 8, 2, "rope", (2, 1, 4)),
+        (2, 8, 2, "rope", (2, 1, 4)),
+        (4, 8, 2, "rope", (2, 2, 2)),
+        (100, 8, 2, "rope", (2, 4, 1)),
+        (5, 6, 1, "rope", (1, 3, 2)),
+        (1, 8, 2, "linear-elu", (2, 4, 1)),
+    ],
+)
+def test_every_slice_has_rows_of_its_own(rows, devices, slices, scheme, sizes):
+    found = sizes_for(parse({"scheme": scheme}), rows, devices, slices)
+    assert (found["data"], found["tensor"]) == (1, 1)
+    assert tuple(found[name] for name in ("replica", "fsdp", "context")) == sizes
+
+
+@pytest.mark.parametrize(
+    ("context", "tensor", "length", "kind"),
+    [(4, 2, 8, "zigzag"), (4, 1, 7, "contiguous"), (1, 2, 8, "zigzag"), (1, 1, 1, "contiguous")],
+)
+def test_rows_are_in_a_zigzag_unless_they_are_too_short(context, tensor, length, kind):
+    found = placement(SimpleNamespace(shape={"context": context, "tensor": tensor}), length)
+    assert (found.layout.kind, found.layout.shards) == (kind, context)
+    assert found.context == ("context" if context > 1 else None)
+    assert found.heads == ("tensor" if tensor > 1 else None)
+
+
+def test_devices_of_several_slices_are_split_by_slice(monkeypatch):
+    """Four devices of two slices, and one row: it is split within a slice."""
+    devices = [SimpleNamespace(slice_index=number // 2, process_index=0) for number in range(4)]
+    monkeypatch.setattr("train.evaluate.mesh.mesh_from_sizes", lambda sizes, devices, key: sizes)
+    found = mesh_for(parse({}), 1, devices)
+    assert (found["replica"], found["fsdp"], found["context"]) == (2, 1, 2)
 
 
 def test_a_mesh_that_devices_do_not_fill_is_refused_by_its_key():

@@ -219,8 +219,10 @@ def test_the_budget_is_kept_and_spread_over_the_documents():
 
 
 def test_a_document_shorter_than_the_longest_length_is_refused_when_there_is_no_other():
-    with pytest.raises(ValueError, match=r"length 16 needs a held-out document of 17 tokens, the longest has 12"):
-        run(uniform, [np.zeros(12, np.uint16)])
+    for size in (12, 16):
+        message = rf"length 16 needs a held-out document of 17 tokens, the longest has {size}"
+        with pytest.raises(ValueError, match=message):
+            run(uniform, [np.zeros(size, np.uint16)])
 
 
 def test_a_refused_length_is_reported_and_the_others_are_measured(documents):
@@ -248,6 +250,18 @@ def test_a_loss_that_is_not_finite_is_reported(documents):
         return jnp.full((*tokens.shape, VOCABULARY), jnp.nan)
 
     assert all("not finite" in measurement.error for measurement in run(broken, documents))
+
+
+def test_what_a_model_says_about_padding_does_not_matter(documents):
+    """Padding tokens are 0, those of the documents are not."""
+    documents = [np.maximum(document, 1) for document in documents]
+
+    def broken(parameters, tokens, length):
+        padding = (tokens == 0)[..., None]
+        return jnp.where(padding, jnp.nan, uniform(parameters, tokens, length))
+
+    (found,) = run(broken, documents, lengths=(8,))
+    assert found.window_nll == found.last_nll == pytest.approx(np.log(VOCABULARY), rel=1e-6)
 
 
 def test_each_length_is_compiled_once_with_its_own_length(documents):

@@ -2,6 +2,8 @@
 
 import io
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -13,7 +15,8 @@ from rich.console import Console
 from posjax.nn.huggingface.load import named_parameters
 from train.checkpoint.directory import check_run
 from train.checkpoint.restore import config_of, restore_model
-from train.config import load
+from train.config import SchemeConfig, load, parse
+from train.evaluate import saved
 from train.evaluate.mesh import mesh_for
 from train.evaluate.saved import EVALUATION, evaluate, evaluation_documents, last_length, read_rows
 from train.evaluate.windows import pieces, whole_windows
@@ -38,6 +41,152 @@ evaluate:
   copy: {lengths: [16, 24], cases: 3}
   induction: {lengths: [32], cases: 2, depths: 3}
 """
+
+
+def text(length, window=100, last=40, label="rope", error=None):
+    """A row of one length."""
+    if error:
+        window = last = 0
+    return {"label": label, "length": length, "window_tokens": window, "last_tokens": last, "error": error}
+
+
+TASK = {"label": "rope", "task": "copy", "length": 16, "error": None}
+
+
+@pytest.mark.parametrize(
+    ("others", "same"),
+    [
+        ([text(16), text(64)], True),
+        ([text(16), TASK, text(64)], True),
+        ([text(16), text(64, error="no")], True),
+        ([text(16, window=101), text(64)], False),
+        ([text(16), text(64, last=41)], False),
+        ([text(16)], False),
+        ([text(16), text(32)], False),
+    ],
+)
+def test_evaluations_compare_if_they_scored_the_same_tokens_at_the_same_lengths(tmp_path, others, same):
+    """Rows of the label that is measured again are replaced."""
+    file, own = tmp_path / EVALUATION, [text(16), text(64)]
+    assert saved._comparable(file, own) == []
+    old = [{**row, "label": "other"} for row in others]
+    saved.write_rows(file, [*own, *old])
+    assert saved._comparable(file, own) == (old if same else [])
+    assert saved._comparable(file, old) == (own if same else [])
+
+
+@pytest.mark.parametrize(
+    ("own", "stage", "wanted"),
+    [
+        ("rope", "", ("rope", "rope + linear + base")),
+        ("rope", "long", ("rope", "rope, long + linear + base")),
+        ("released", "", ("mine", "mine + linear + base")),
+        (None, "", ("released", "released + linear + base")),
+    ],
+)
+def test_an_extension_is_labelled_by_the_model_and_what_changes(monkeypatch, own, stage, wanted):
+    """A trained model has its name as label if it would be the released model's otherwise; None is no run."""
+    trained = SimpleNamespace(scheme=SimpleNamespace(label=own))
+    monkeypatch.setattr(saved, "is_run", lambda directory: own is not None)
+    monkeypatch.setattr(saved, "read_config", lambda directory: trained)
+    changes = {"stage": stage, "extend": {"frequencies": {"name": "linear"}, "base": 500.0}}
+    entry = SchemeConfig("rope", label=own or "released", **changes)
+    label, found = saved._labels("somewhere", SimpleNamespace(name="mine", scheme=entry))
+    assert (label, found.label) == wanted
+    named = SchemeConfig("rope", label="a label of its own", **changes)
+    assert saved._labels("somewhere", SimpleNamespace(name="mine", scheme=named)) == (wanted[0], named)
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({"evaluate": {"lengths": [32, 64]}, "train": {"length": 16}}, 16),
+        ({"evaluate": {"lengths": [8, 64]}, "train": {"length": 16}}, 8),
+        ({"evaluate": {"lengths": [64]}, "train": {"length": 16}, "stages": [{}, {"train": {"length": 8}}]}, 8),
+    ],
+)
+def test_the_last_tokens_are_no_more_than_the_shortest_rows_of_training(values, wanted):
+    assert last_length(parse(values)) == wanted
+
+
+@pytest.mark.parametrize(("path", "steps", "wanted"), [("", 5, 16), ("", 0, 16), ("model", 5, 16), ("model", 0, 32)])
+def test_a_released_model_that_is_not_trained_has_no_training_length(path, steps, wanted):
+    stage = SimpleNamespace(train=SimpleNamespace(length=16))
+    config = SimpleNamespace(init=SimpleNamespace(path=path), steps=steps, every_stage=[stage])
+    config.evaluate = SimpleNamespace(lengths=(64, 32))
+    assert last_length(config) == wanted
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"window_perplexity": 2.345, "last_perplexity": 1.5, "error": None}, "perplexity 2.35, last tokens 1.50"),
+        ({"window_perplexity": None, "last_perplexity": None, "error": "no row"}, "no row"),
+        ({"task": "copy", "depth": None, "accuracy": 0.125, "error": None}, "copy: 12.5%"),
+        ({"task": "copy", "depth": 0.25, "accuracy": 1.0, "error": None}, "copy, depth 0.25: 100.0%"),
+        ({"task": "copy", "depth": 0.25, "accuracy": None, "error": "too long"}, "copy, depth 0.25: too long"),
+    ],
+)
+def test_a_row_is_a_line_of_text(row, line):
+    assert saved._in_words({"label": "rope", "length": 16, **row}) == f"rope at 16: {line}"
+
+
+@pytest.mark.parametrize(
+    ("stop_loss", "result", "wanted"),
+    [
+        (0.0, (7, 1.0), {}),
+        (2.0, (7, 1.9), {"stop_loss": 2.0, "updates": 20, "updates_to_loss": 7}),
+        (2.0, (20, 2.0), {"stop_loss": 2.0, "updates": 20, "updates_to_loss": None}),
+        (2.0, (20, None), {"stop_loss": 2.0, "updates": 20, "updates_to_loss": None}),
+        (2.0, None, {"stop_loss": 2.0, "updates": 20, "updates_to_loss": None}),
+    ],
+)
+def test_a_training_that_reached_its_loss_has_the_updates_until_then(monkeypatch, stop_loss, result, wanted):
+    fitted = result and SimpleNamespace(steps=result[0], final_loss=result[1])
+    monkeypatch.setattr(saved, "read_result", lambda directory: fitted)
+    stage = parse({"train": {"steps": 20, "warmup_steps": 1, "stop_loss": stop_loss}})
+    assert saved._ending(SimpleNamespace(stage=stage, run=SimpleNamespace(directory=None))) == wanted
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_only_a_training_of_its_own_has_a_cost(monkeypatch, tmp_path, measured):
+    lines = [{"tokens": 8}, {"tokens": 16, "held_out_loss": 2.0}, {"tokens": 24, "held_out_loss": None}]
+    monkeypatch.setattr(saved, "read_metrics", lambda directory: lines)
+    fitted = SimpleNamespace(tokens_per_second=5.0, peak_memory_bytes=6, seconds={"steps": 7.0})
+    monkeypatch.setattr(saved, "read_result", lambda directory: fitted)
+    found = saved._costs(tmp_path, SimpleNamespace(only_measured=measured))
+    training = {"tokens": [16], "held_out_loss": [2.0]}
+    wanted = (5.0, 6, {"steps": 7.0}, training)
+    assert tuple(found.values()) == ((None,) * 4 if measured else wanted)
+    monkeypatch.setattr(saved, "read_result", lambda directory: None)
+    lines.pop(1)
+    assert tuple(saved._costs(tmp_path, SimpleNamespace(only_measured=False)).values()) == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("sweep", "trials", "wanted"),
+    [(False, False, [0, 1, 2, 3, 4]), (True, False, [0, 2, 4]), (True, True, [1, 3])],
+)
+def test_trials_are_compared_on_every_second_document(monkeypatch, sweep, trials, wanted):
+    documents = [np.full(100, number) for number in range(5)]
+    monkeypatch.setattr(saved, "held_out_documents", lambda config: documents)
+    values = {"evaluate": {"lengths": [16]}, "train": {"length": 16}}
+    config = parse({**values, "compare": {"sweep": {"learning_rate": [1e-3, 1e-2]}}} if sweep else values)
+    found = [int(each[0]) for each in evaluation_documents(config, trials)]
+    assert found == wanted
+    del documents[2:]
+    assert len(evaluation_documents(config, trials)) == (1 if sweep else 2)
+    documents.pop()
+    with pytest.raises(ValueError, match=r"compare\.sweep: the held-out text is a single") if sweep else nullcontext():
+        evaluation_documents(config, trials)
+
+
+def test_a_batch_has_as_many_rows_as_the_longest_length_allows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(saved, "mesh_for", lambda config, rows: asked.append(rows))
+    config = parse({"evaluate": {"lengths": [16, 48], "batch_tokens": 100}, "train": {"length": 16}})
+    assert saved.measure_runs([saved.SavedRun(None, config)] * 2, [], []) == [[], []]
+    assert asked == [2]
 
 
 @pytest.fixture(scope="module")

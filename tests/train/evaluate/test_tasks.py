@@ -12,6 +12,7 @@ from train.data.tokenizer import ByteTokenizer
 from train.evaluate.tasks import TASKS, Vocabulary, cases, check_tasks, lengths_of
 from train.evaluate.tasks import passkey as passkey_module
 from train.evaluate.tasks.common_words import LIST, common_words
+from train.evaluate.tasks.needles import _numbers
 from train.evaluate.tasks.text import IDLE, compose, drawn, filling, with_needles
 
 
@@ -179,6 +180,24 @@ def test_short_lists_have_no_two_words_that_are_equally_frequent_either():
         assert solve_frequent(prompt(sample, BYTES)) == answers(sample, BYTES)
 
 
+@pytest.mark.parametrize(("frequent", "power"), [(1, 0.6), (2, 1.0), (3, 1.5), (2, 2.0)])
+def test_a_list_of_frequent_words_is_the_longest_that_fits(frequent, power):
+    """Every word has six letters, so a word takes seven tokens. One token of idle text is the least."""
+    for length in range(300, 900, 75):
+        sample = TASKS["frequent_words"].draw(np.random.default_rng(1), BYTES, length, frequent=frequent, power=power)
+        text = prompt(sample, BYTES)
+        counts = np.array(sorted(Counter(words(text)).values(), reverse=True))
+        idle = text.index(LIST) - (text.index("\n") + 1)
+        room = 7 * counts.sum() + idle - 1
+
+        def law(c):
+            return np.round(c * np.arange(1, 1000) ** -power)
+
+        fitting = [c for c in range(1, 200) if 7 * law(c).sum() <= room and (np.diff(law(c)[: frequent + 1]) < 0).all()]
+        wanted = law(fitting[-1])
+        np.testing.assert_array_equal(counts, wanted[wanted > 0])
+
+
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
 def test_a_passkey_is_hidden_in_filler_and_asked_for_once(vocabulary):
     keys = []
@@ -226,6 +245,13 @@ def test_needles_of_one_place_keep_their_order():
     assert np.concatenate(with_needles(idle, needles, [0.6, 1.0, 0.0])).tolist() == [3, 10, 11, 12, 13, 1, 14, 15, 2]
 
 
+def test_a_needle_is_put_at_the_nearest_start_of_a_sentence():
+    """Sentences start after 0, 4 and 6 tokens: 0.35 of 6 tokens is nearer to 4, 0.3 to 0, 0.9 to 6."""
+    for depth, place in ((0.3, 0), (0.35, 1), (0.8, 1), (0.9, 2)):
+        found = with_needles([np.arange(10, 14), np.arange(14, 16)], [np.array([1])], [depth])
+        assert [part[0] for part in found].index(1) == place
+
+
 @pytest.mark.parametrize("size", [1, 5, 29, 30, 31, 400])
 def test_a_filling_ends_with_a_sentence_and_has_the_size(size):
     parts = filling(BYTES, drawn(np.random.default_rng(size)), size)
@@ -240,6 +266,45 @@ def test_a_filling_ends_with_a_sentence_and_has_the_size(size):
 def test_a_filling_begins_with_a_whole_sentence_where_one_fits():
     parts = filling(BYTES, iter(["Oh. ", "A day. ", "So it is. "]), 17)
     assert [BYTES.tokenizer.decode(part).decode() for part in parts] == ["A day. ", "So it is. "]
+
+
+def test_a_filling_takes_no_sentence_that_it_does_not_need():
+    sentences = iter(["A day. ", "So it is. ", "More. "])
+    parts = filling(BYTES, sentences, len("A day. So it is. "))
+    assert [BYTES.tokenizer.decode(part).decode() for part in parts] == ["A day. ", "So it is. "]
+    assert next(sentences) == "More. "
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_the_numbers_of_needles_are_all_those_with_so_many_digits(digits):
+    """A 0 in front does not count as a digit."""
+    wanted = range(10 ** (digits - 1), 10**digits)
+    assert sorted(map(int, _numbers(np.random.default_rng(0), len(wanted), digits))) == list(wanted)
+
+
+class End:
+    """A generator that always chooses from the beginning, or from the end."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def choice(self, values, count, replace=True):
+        return np.asarray(values)[:count] if self.part == "first" else np.asarray(values)[-count:]
+
+    def permutation(self, values):
+        return np.arange(values) if np.ndim(values) == 0 else np.asarray(values)
+
+    def integers(self, stop):
+        return 0
+
+    def random(self, count):
+        return np.zeros(count)
+
+
+@pytest.mark.parametrize(("part", "line"), [("first", "Let ABCD = 10000."), ("last", "Let WXYZ = 99999.")])
+def test_variables_have_four_letters_and_their_values_five_digits(part, line):
+    sample = TASKS["variable_tracking"].draw(End(part), BYTES, 300, chains=1, hops=0)
+    assert line in prompt(sample, BYTES)
 
 
 def test_recall_queries_every_pair_once_and_nothing_else_is_a_key():
@@ -325,6 +390,8 @@ def test_the_error_for_a_short_length_names_the_shortest_that_works(name):
 
 
 def test_more_pairs_than_keys_are_refused():
+    sample = TASKS["mqar"].draw(np.random.default_rng(0), BYTES, 1000, pairs=47, power=0.01)
+    assert len(sample.answers) == 47, "half of the 94 symbols are keys"
     with pytest.raises(ValueError, match="48 pairs need as many keys, the vocabulary has 47"):
         TASKS["mqar"].draw(np.random.default_rng(0), BYTES, 1000, pairs=48, power=0.01)
 

@@ -43,6 +43,16 @@ ANSWERS = {
     "missing duplicate": hidden,
 }
 
+SYMBOLS = {
+    "even pairs": 2,
+    "parity": 2,
+    "cycle navigation": 3,
+    "reverse string": 2,
+    "bucket sort": 5,
+    "missing duplicate": 3,
+}
+"""How many kinds of symbols the strings have."""
+
 
 def decode(example, row):
     """The symbols and the answer of one row; the slots hold the answer and padding follows."""
@@ -66,6 +76,7 @@ def test_answers_on_strings(name, shorter):
     rows = [decode(batch, row) for row in range(64)]
     assert all(answer == ANSWERS[name](symbols) for symbols, answer in rows)
     assert {answer for _, answers in rows for answer in answers} == set(range(language.classes))
+    assert {symbol for symbols, _ in rows for symbol in symbols} == set(range(SYMBOLS[name]))
     even = name == "missing duplicate"
     lengths = set(range(2 if even else 1, 9, 2 if even else 1)) if shorter else {8}
     assert {len(symbols) for symbols, _ in rows} == lengths

@@ -37,6 +37,15 @@ def test_losses_are_sums_over_predicted_tokens(values, chunks):
     np.testing.assert_allclose(found, by_hand(*values), rtol=2e-6)
 
 
+@pytest.mark.parametrize("chunks", [1, 3, 12])
+def test_logits_too_large_for_an_exponential_have_a_finite_loss(chunks):
+    """The logits are 0, 300 and -300, of which float32 has no ``exp``; the label is each of them in turn."""
+    hidden, head = np.full((3, 1), 300.0, np.float32), np.array([[0, 1, -1] * 4], np.float32)
+    found = token_losses(jnp.asarray(hidden), jnp.asarray(head), jnp.array([0, 4, 8]), chunks)
+    normaliser = 300 + np.log(4)
+    np.testing.assert_allclose(found, [3 * normaliser, 3 * normaliser**2, 3], rtol=1e-6)
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_biases_scales_and_soft_caps_of_logits(values, chunks):
     hidden, head, labels = values

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from train.config import TrainConfig
-from train.loop.optimizer import kept_moments, learning_rate, make_optimizer
+from train.loop.optimizer import FROZEN, TRAINED, _as_matrix, kept_moments, learning_rate, make_optimizer, param_labels
 
 
 @pytest.mark.parametrize("warmup", [0, 10])
@@ -81,3 +81,54 @@ def test_a_schedule_restarts_when_moments_are_kept():
     assert sorted(map(int, counts.values())) == [0, 3]
     for moment in ("mu", "nu"):
         chex.assert_trees_all_equal(*(optax.tree_utils.tree_get(state, moment) for state in (kept, last)))
+
+
+def test_a_parameter_is_trained_if_any_pattern_names_it():
+    axes = {"a": ("embed", "mlp"), "b": ("embed", "mlp"), "c": ("embed", "mlp")}
+    assert param_labels(TrainConfig(trainable=("a", "[bd]")), axes) == {"a": TRAINED, "b": TRAINED, "c": FROZEN}
+    assert set(param_labels(TrainConfig(), axes).values()) == {TRAINED}
+
+
+@pytest.mark.parametrize(
+    ("names", "axes"),
+    [
+        (("layers", "embed", "heads", "head_dim"), ((1,), (2, 3))),
+        (("layers", "embed", "kv_heads", "head_dim"), ((1,), (2, 3))),
+        (("layers", "heads", "head_dim", "embed"), ((1, 2), (3,))),
+        (("layers", "embed", "mlp"), ((1,), (2,))),
+        (("layers", "mlp", "embed"), ((1,), (2,))),
+        (("embed", "mlp"), None),
+        (("layers", "embed"), None),
+        (("layers", "heads", "head_dim"), None),
+        (("vocab", "embed"), None),
+        ((None, None), None),
+    ],
+)
+def test_muon_takes_the_input_and_output_axes_of_the_matrices_of_blocks(names, axes):
+    found = _as_matrix(names)
+    assert (found and (found.reduction_axis, found.output_axis)) == axes
+
+
+def test_an_update_of_muon_has_a_fifth_per_element():
+    """Times the rate. The update of a matrix with equal singular values is a multiple of this matrix."""
+    rows = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 4)))[0].T
+    gradients = {"up": jnp.asarray(np.stack([rows, -3 * rows]), jnp.float32)}
+    config = TrainConfig(**PLAIN, optimizer="muon", weight_decay=0.0)
+    optimizer = make_optimizer(config, {"up": ("layers", "embed", "mlp")})
+    parameters = jax.tree.map(jnp.ones_like, gradients)
+    updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
+    for found, sign in zip(np.asarray(updates["up"]), (-1, 1), strict=True):
+        size = np.sqrt(np.square(found).mean())
+        assert 0.7 < size / (0.1 * 0.2) < 1.2, "the singular values that it aims at"
+        np.testing.assert_allclose(found, sign * size / np.sqrt(np.square(rows).mean()) * rows, atol=1e-5)
+
+
+def test_updates_of_adafactor_are_clipped_to_the_size_of_their_parameter():
+    """After a first gradient near 0, each element of the second update is ``g / sqrt(2^-0.8 g^2)`` = 2^0.4 = 1.32."""
+    config = TrainConfig(optimizer="adafactor", learning_rate=0.1, warmup_steps=0, weight_decay=0.0, steps=10**6)
+    parameters = {"w": jnp.full((2, 3), 0.5)}
+    optimizer = make_optimizer(config, {"w": ("embed", "mlp")})
+    state = optimizer.init(parameters)
+    for size in (1e-6, 0.1):
+        updates, state = optimizer.update({"w": jnp.full((2, 3), size)}, state, parameters)
+    np.testing.assert_allclose(updates["w"], -0.1 * 0.5, rtol=1e-5)

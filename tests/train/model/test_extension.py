@@ -32,6 +32,7 @@ def scaled(rule):
         ({"remap": {"name": "self-extend"}}, 16384, {"name": "self-extend", "window": 512, "group": 16}),
         ({"remap": {"name": "self-extend"}}, 4096, {"name": "self-extend", "window": 512, "group": 1}),
         ({"remap": {"name": "leaky-rerope"}}, 16384, {"name": "leaky-rerope", "window": 1024, "factor": 16.0}),
+        ({"remap": {"name": "leaky-rerope"}}, 4096, {"name": "leaky-rerope", "window": 1024, "factor": 1.0}),
         ({"remap": {"name": "streaming"}}, 16384, {"name": "streaming", "first": 4, "recent": 4092}),
         ({"mask": {"name": "lambda"}}, 16384, {"name": "lambda", "window": 4092, "first": 4}),
         ({"scale": {"name": "clipped-log-n"}}, 16384, {"name": "clipped-log-n", "length": 4096}),

@@ -22,7 +22,7 @@ from posjax.masks import (
     Prefix,
     Window,
 )
-from posjax.nn import Decoder, DecoderConfig, logical_axes
+from posjax.nn import Decoder, DecoderConfig, Experts, logical_axes
 from posjax.remap import LMInfinite
 from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme
@@ -73,6 +73,10 @@ def test_pairs_are_those_of_the_mask_written_out(name, causal):
 def test_a_prefix_language_model():
     mask = Causal() | Prefix(5)
     np.testing.assert_array_equal(prefix_pairs(mask, 9), [0, *(dense(mask, n).sum() for n in range(1, 10))])
+
+
+def test_without_a_mask_every_token_sees_every_token():
+    np.testing.assert_array_equal(prefix_pairs(None, 9), np.arange(10) ** 2)
 
 
 def test_long_rows_need_no_square():
@@ -155,6 +159,13 @@ def test_gates_count_as_a_third_matrix_and_biases_and_norms_do_not_count(activat
     options = {"biases": ("qkv", "output", "mlp", "head"), "projection_norm": True, "embedding_norm": True}
     config = DecoderConfig(260, 3, 24, 4, mlp_dim=40, activation=activation, **options)
     assert product_parameters(config) == 24 * (3 * (4 * 24 + matrices * 40) + 260)
+
+
+@pytest.mark.parametrize(("activation", "matrices"), [("geglu", 3), ("relu", 2)])
+def test_the_experts_of_a_token_and_the_router_count(activation, matrices):
+    """A token uses two of five experts; the router has a column for each of the five."""
+    config = DecoderConfig(260, 3, 24, 4, mlp_dim=40, activation=activation, experts=Experts(5, 2))
+    assert product_parameters(config) == 24 * (3 * (4 * 24 + 2 * matrices * 40 + 5) + 260)
 
 
 LLAMA = Config(

@@ -104,10 +104,9 @@ class _Device:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A device of one of several slices of v5e."""
+    """A v5e."""
 
     id: int
-    slice_index: int
     coords: tuple[int, int, int]
     process_index: int
     platform: str = "tpu"
@@ -115,8 +114,15 @@ class Chip:
     core_on_chip: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class ChipOfSlice(Chip):
+    """A v5e of one of several slices."""
+
+    slice_index: int = 0
+
+
 CHIPS = [
-    Chip(id=8 * piece + 4 * y + x, slice_index=piece, coords=(x, y, 0), process_index=2 * piece + x // 2)
+    ChipOfSlice(id=8 * piece + 4 * y + x, slice_index=piece, coords=(x, y, 0), process_index=2 * piece + x // 2)
     for y, x, piece in itertools.product(range(2), range(4), range(2))
 ]
 """Two slices of 4 x 2 chips, out of order."""
@@ -130,6 +136,15 @@ def test_slices_lie_along_replicas(replica):
     np.testing.assert_array_equal(
         slices, np.repeat(np.arange(replica) * 2 // replica, 16 // replica).reshape(replica, -1)
     )
+
+
+def test_neighbours_in_a_mesh_of_one_slice_are_neighbours_on_its_links():
+    """Chips of a single slice need not say which slice they are of."""
+    chips = [Chip(id=4 * y + x, coords=(x, y, 0), process_index=0) for x, y in itertools.product(range(4), range(2))]
+    mesh = make_mesh(MeshConfig(data=4, tensor=2), rows=4, devices=chips)
+    places = np.array([chip.coords for chip in mesh.devices.flat]).reshape(4, 2, 3)
+    assert len({chip.id for chip in mesh.devices.flat}) == 8
+    assert (np.abs(np.diff(places, axis=1)).sum(-1) == 1).all()
 
 
 def test_a_mesh_spans_all_slices():
