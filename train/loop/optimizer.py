@@ -124,7 +124,7 @@ def _adamw(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransfo
 
 
 def _muon(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
-    """Muon on the matrices inside the blocks, AdamW on the rest (Jordan 2024).
+    """Muon on the matrices inside the blocks, AdamW with Nesterov momentum on the rest (Jordan 2024).
 
     Updates are scaled to the size of AdamW's, 0.2 per element (Liu et al., arXiv 2502.16982), so that AdamW's learning
     rates fit.
