@@ -15,10 +15,11 @@ import posjax as pj
 from posjax.attention.api import BACKENDS
 from posjax.attention.backends import Backend
 from posjax.attention.dense import dense, dense_gradients
-from posjax.attention.operands import LANES
+from posjax.attention.operands import LANES, Operands
 from posjax.attention.sharded import Placement, context_attention
+from posjax.attention.sharded.ring import _outputs, _Side, _sides
 from posjax.layout import Layout
-from posjax.masks import Causal
+from posjax.masks import Causal, Segments
 
 ROWS, LENGTH, SIZE, SHARDS = 1, 32, 8, 4
 
@@ -95,3 +96,20 @@ def test_forward_over_reverse_is_that_of_one_device(kind):
         return jax.jit(lambda inputs: jax.jvp(gradient, (inputs,), (jax.tree.map(jnp.cos, inputs),))[1])(inputs)
 
     chex.assert_trees_all_close(product(ring_attention(kind)), product(pj.attention), rtol=1e-4, atol=1e-4)
+
+
+def test_what_belongs_to_keys_is_sent_and_heads_that_fill_the_lanes_are_packed():
+    """Integers of keys, positions and segments, are gathered; what has no tokens, as slopes, stays."""
+    shapes = {"q": (1, 2, 3, 8, 128), "k": (1, 2, 8, 128), "v": (1, 128, 8, 64)}
+    q, k, v = (np.zeros(shape, np.float32) for shape in shapes.values())
+    ids = np.zeros((1, 8), np.int32)
+    x = Operands(q, k, v, None, Segments(ids, ids), np.arange(8), np.arange(8))
+    found = dict(zip(("q", "k", "v", "q_ids", "k_ids", "q_positions", "k_positions"), _sides(x), strict=True))
+    features = {"q": _Side(False, -2, (2, 3)), "k": _Side(True, -2, (2,)), "v": _Side(True, -2)}
+    of_tokens = {f"{side}_{name}": (side == "k") for name in ("ids", "positions") for side in "qk"}
+    assert found == features | {name: _Side(of_k, -1, None, of_k) for name, of_k in of_tokens.items()}
+    assert [name for name, side in found.items() if side.is_sent] == ["k", "v"]
+    assert _sides({"slopes": np.zeros(3)}) == [_Side()]
+    assert _outputs(x).heads is None
+    wide = dataclasses.replace(x, v=np.zeros((1, 2, 8, 256)))
+    assert _outputs(wide) == _Side(False, -2, (2, 3))
