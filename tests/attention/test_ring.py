@@ -17,7 +17,7 @@ from posjax.attention.backends import Backend
 from posjax.attention.dense import dense, dense_gradients
 from posjax.attention.operands import LANES, Operands
 from posjax.attention.sharded import Placement, context_attention
-from posjax.attention.sharded.ring import _outputs, _Side, _sides
+from posjax.attention.sharded.ring import _any_pair, _outputs, _Side, _sides
 from posjax.layout import Layout
 from posjax.masks import Causal, Segments
 
@@ -113,3 +113,16 @@ def test_what_belongs_to_keys_is_sent_and_heads_that_fill_the_lanes_are_packed()
     assert _outputs(x).heads is None
     wide = dataclasses.replace(x, v=np.zeros((1, 2, 8, 256)))
     assert _outputs(wide) == _Side(False, -2, (2, 3))
+
+
+@pytest.mark.parametrize("put", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(("second", "shows"), [(7, False), (0, True)])
+def test_a_piece_is_computed_if_any_row_sees_a_key_in_it(put, second, shows):
+    """The first row sees none: its queries are in document 0, its keys in 7."""
+    q, k = np.zeros((2, 1, 1, 4, 8)), np.zeros((2, 1, 4, 8))
+    keys = np.repeat(np.array([[7], [second]], np.int32), 4, axis=1)
+    x = Operands(q, k, k, None, Segments(put(np.zeros((2, 4), np.int32)), put(keys)), np.arange(4), np.arange(4))
+    found = _any_pair(x)
+    assert isinstance(found, bool) == (put is np.asarray)
+    assert bool(found) == shows
+    assert _any_pair(dataclasses.replace(x, mask=None)) is True
