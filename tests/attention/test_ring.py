@@ -17,7 +17,7 @@ from posjax.attention.backends import Backend
 from posjax.attention.dense import dense, dense_gradients
 from posjax.attention.operands import LANES, Operands
 from posjax.attention.sharded import Placement, context_attention
-from posjax.attention.sharded.ring import _any_pair, _outputs, _Side, _sides
+from posjax.attention.sharded.ring import _any_pair, _differentiable, _outputs, _Side, _sides
 from posjax.layout import Layout
 from posjax.masks import Causal, Segments
 
@@ -126,3 +126,9 @@ def test_a_piece_is_computed_if_any_row_sees_a_key_in_it(put, second, shows):
     assert isinstance(found, bool) == (put is np.asarray)
     assert bool(found) == shows
     assert _any_pair(dataclasses.replace(x, mask=None)) is True
+
+
+def test_gradients_are_computed_for_wanted_leaves_of_a_floating_dtype():
+    leaves = {"q": np.zeros(1, np.float32), "ids": np.zeros(1, np.int32), "v": jnp.zeros(1, jnp.bfloat16)}
+    for q, ids, v in np.ndindex(2, 2, 2):
+        assert _differentiable(leaves, [bool(ids), bool(q), bool(v)]) == (False, bool(q), bool(v))
