@@ -1,6 +1,7 @@
 """The steps of one call: what fits together, the factors of its queries, the bias of its heads, and sinks."""
 
 import re
+from types import SimpleNamespace
 
 import chex
 import jax.numpy as jnp
@@ -159,3 +160,20 @@ def test_a_sink_takes_its_share_of_the_weights():
         np.testing.assert_allclose(out[:, :, head], wanted[:, head // 2, head % 2], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(found[:, :, head], with_sink[:, head // 2, head % 2], rtol=1e-5)
     chex.assert_shape(api.finished(jnp.zeros((1, 2, 2, 3, 6)), None, None, False), (1, 3, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys", "small"),
+    [
+        ((1, 1, 1, 1), api._LONGEST_DENSE, True),
+        ((1, 1, 1, 1), api._LONGEST_DENSE + 1, False),
+        ((1, 1, 1, 3), api._LONGEST_DENSE // 2, False),
+        ((2, 3, 5, 4), api.TILE_ELEMENTS // 120, True),
+        ((2, 3, 5, 4), api.TILE_ELEMENTS // 120 + 1, False),
+        (("batch", 1, 1, 1), 1, False),
+    ],
+)
+def test_a_call_is_small_if_its_logits_fit_in_a_tile(sizes, keys, small):
+    """Of one head, and of all of them; a head may have any size."""
+    q, k = (SimpleNamespace(shape=shape) for shape in ((*sizes, 128), (*sizes[:2], keys, 128)))
+    assert api._is_small(SimpleNamespace(q=q, k=k)) == small
