@@ -238,6 +238,31 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "2",
     ): "of the 1 in -1: any id but that of the queries hides the keys",
     (
+        "posjax/rotary/tpu.py",
+        "size = partners.shape[0]",
+        "1",
+    ): "the permutation is a square matrix",
+    (
+        "posjax/attention/own.py",
+        "cut = narrowed(on_device(part), queries=(0, sides[0]), keys=(0, sides[1]))",
+        "1",
+    ): "of both starts: only the shape and dtype of the tile are used",
+    (
+        "train/model/flops.py",
+        "kinds = max([1, *(len(each) for each in _dilations(whole))])",
+        "2",
+    ): "if heads do not differ, the mean of two equal masks is that of one",
+    (
+        "posjax/nn/mlp.py",
+        "return chosen, jax.nn.softmax(largest, axis=-1)",
+        "(1)",
+    ): "the array has two axes, so axes 1 and -1 are the same",
+    (
+        "train/data/pipeline.py",
+        "ahead = grain.ReadOptions(num_threads=8 if remote else 1, prefetch_buffer_size=8 if remote else 4)",
+        "5",
+    ): "how many batches are read ahead changes none of them",
+    (
         "posjax/layout.py",
         "chunks = x.reshape(self.shards, 2, -1, *x.shape[1:])",
         "2",
