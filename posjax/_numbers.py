@@ -26,6 +26,13 @@ def widened(x):
     return x.astype(at_least_float32(x.dtype))
 
 
+def rounded_sum(a, b) -> tuple:
+    """The sum of two finite floats, rounded, and exactly what rounding lost (Knuth, TAOCP 2, section 4.2.2)."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is a number known when tracing, not an array."""
     return isinstance(value, numbers.Real)

@@ -20,6 +20,7 @@ from posjax.attention.operands import Operands, RemappedPair, checked_softcap, s
 from posjax.attention.operation import Backends, attend, attend_here
 from posjax.attention.own import checked, heads_of
 from posjax.attention.padding import without_padded_gates, without_padding
+from posjax.attention.rows import Rows, merged
 from posjax.attention.tpu import entry
 from posjax.bias import Bias, ContextualBias, array_bias
 from posjax.bias.base import widened_leaves
@@ -69,11 +70,11 @@ def operands(
     return checked(x)
 
 
-def finished(out, lse, sinks, return_residuals: bool):
-    """The result of ``attention`` from the output and log-sum-exp of a backend."""
-    out, lse = ungrouped(out), None if lse is None else ungrouped(lse)
+def finished(rows: Rows, sinks, return_residuals: bool):
+    """The result of ``attention`` from the results of a backend."""
+    out, lse, rest = (None if array is None else ungrouped(array) for array in rows[:3])
     if sinks is not None:
-        out, lse = _with_sinks(out, lse, sinks)
+        out, lse = _with_sinks(out, lse, rest, sinks)
     return (out, lse) if return_residuals else out
 
 
@@ -163,8 +164,8 @@ def bind_bias(bias, heads: int) -> Bias | None:
     return widened_leaves(bias)
 
 
-def run(implementation: str | None, x: Operands, scale, with_lse: bool) -> tuple:
-    """Output and log-sum-exp; the log-sum-exp may be None if it is not wanted.
+def run(implementation: str | None, x: Operands, scale, with_lse: bool) -> Rows:
+    """The results for each query; all but the output may be None if the log-sum-exp is not wanted.
 
     Args:
         implementation: as in ``attention``.
@@ -216,7 +217,7 @@ def _is_small(x: Operands) -> bool:
     return known and pairs <= _LONGEST_DENSE and batch * kv_heads * group * pairs <= TILE_ELEMENTS
 
 
-def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
+def _run_on_platform(x: Operands, scale, with_lse: bool) -> Rows:
     """The kernel of the platform that the program is lowered for, if it supports the call, otherwise ``blockwise``."""
     why = {"tpu": _tpu_refusal(x), "cuda": _cudnn_refusal(x, with_lse)}
     for platform, reason in why.items():
@@ -225,16 +226,16 @@ def _run_on_platform(x: Operands, scale, with_lse: bool) -> tuple:
     _warn_of_mesh(x, why["tpu"])
     kernels = () if why["tpu"] else (("tpu", TPU()),)
 
-    def usual() -> tuple:
-        out, lse = attend(Backends(BACKENDS["blockwise"], kernels), *vary_alike((x, scale)))
-        return out, lse if with_lse else None
+    def usual() -> Rows:
+        rows = attend(Backends(BACKENDS["blockwise"], kernels), *vary_alike((x, scale)))
+        return rows if with_lse else Rows(rows.out)
 
     if why["cuda"]:
         return usual()
-    return jax.lax.platform_dependent(default=usual, cuda=lambda: (cudnn.cudnn(scaled(x, scale)), None))
+    return jax.lax.platform_dependent(default=usual, cuda=lambda: Rows(cudnn.cudnn(scaled(x, scale))))
 
 
-def _run_on_tpu(x: Operands, scale) -> tuple:
+def _run_on_tpu(x: Operands, scale) -> Rows:
     backends = parts_by("tpu", x)
     x, scale = vary_alike((x, scale))
     try:
@@ -249,10 +250,10 @@ def _run_on_tpu(x: Operands, scale) -> tuple:
         raise ValueError("implementation='tpu': found no TPU; use 'blockwise', or None to choose") from error
 
 
-def _run_on_cudnn(x: Operands, scale, with_lse: bool) -> tuple:
+def _run_on_cudnn(x: Operands, scale, with_lse: bool) -> Rows:
     why = cudnn.refusal(x, with_lse) or cudnn.unsupported(x)
     check(why is None, f"implementation='cudnn': {why}")
-    return cudnn.cudnn(scaled(x, scale)), None
+    return Rows(cudnn.cudnn(scaled(x, scale)))
 
 
 def _tpu_refusal(x: Operands) -> str | None:
@@ -282,11 +283,9 @@ def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:
     return cudnn.unsupported(x) if cudnn.has_gpu() else "this host has no GPU that it runs on"
 
 
-def _with_sinks(out, lse, sinks):
-    """``o exp(lse - lse')`` and ``lse' = log(exp(lse) + exp(sink))``: a sink has no value, so it only rescales."""
-    sinks = sinks.astype(lse.dtype)[None, None]
-    seen = ~jnp.isneginf(lse)
-    finite = jnp.where(seen, lse, 0)
-    with_sink = jnp.where(seen, jnp.logaddexp(finite, sinks), sinks)
-    share = jnp.where(seen, jnp.exp(finite - with_sink), 0)
-    return (out.astype(lse.dtype) * share[..., None]).astype(out.dtype), with_sink
+def _with_sinks(out, lse, rest, sinks):
+    """``o exp(L - L')`` and ``L' = log(exp(L) + exp(sink))``: a sink has no value, so it only rescales."""
+    sinks = jnp.broadcast_to(sinks.astype(lse.dtype)[None, None], lse.shape)
+    found = merged(Rows(out, lse, rest), Rows(jnp.zeros_like(out), sinks, jnp.zeros_like(sinks)))
+    # By ``where``, so that a NaN in the gradient of a query that sees no key does not reach the sinks.
+    return jnp.where(jnp.isneginf(lse)[..., None], 0, found.out).astype(out.dtype), found.lse

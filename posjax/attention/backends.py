@@ -1,12 +1,9 @@
 """The backends, for calls whose queries are not scaled yet, with all keys of a sequence or part of them.
 
-With part of the keys, the forward pass takes output and log-sum-exp of the other keys and merges its own into them,
-
-    L = log(e^L_1 + e^L_2),   O = O_1 e^(L_1 - L) + O_2 e^(L_2 - L)
-
-and the backward pass takes sums of gradients and adds its own to them: with the weights ``P = exp(z - L)`` and
-``D = rowsum(dO * O) - dL`` of all keys, the gradients of each part are independent. A kernel reads and writes these
-sums in the same pass over memory.
+With part of the keys, the forward pass takes the results of the other keys and merges its own into them (see
+``posjax.attention.rows``), and the backward pass takes sums of gradients and adds its own to them: with the weights
+``P = exp(z - L)`` and ``D = rowsum(dO * O) - dL`` of all keys, the gradients of each part are independent. A kernel
+reads and writes these sums in the same pass over memory.
 """
 
 import dataclasses
@@ -16,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from posjax._numbers import is_number
 from posjax.attention.blockwise import blockwise, blockwise_gradients
 from posjax.attention.dense import dense, dense_gradients
-from posjax.attention.operands import Operands, PerQuery, merged, per_query_of, statistics_dtype, vary_alike
+from posjax.attention.operands import Operands, statistics_dtype, vary_alike
+from posjax.attention.rows import PerQuery, Rows, merged, per_query_of
 from posjax.attention.tpu import entry
 
 
@@ -30,23 +27,23 @@ class Backend:
     """A backend in plain JAX.
 
     Args:
-        compute: output and log-sum-exp of operands whose queries are scaled.
+        compute: the results of operands whose queries are scaled.
         gradients: the gradients of these operands, from ``PerQuery``.
     """
 
-    compute: Callable[[Operands], tuple[Array, Array]]
+    compute: Callable[[Operands], Rows]
     gradients: Callable[[Operands, PerQuery], Operands]
 
-    def forward(self, x: Operands, scale: Any) -> tuple[Array, Array]:
-        """Output and log-sum-exp."""
+    def forward(self, x: Operands, scale: Any) -> Rows:
+        """The results for each query."""
         return self.compute(scaled(x, scale))
 
-    def merge(self, x: Operands, scale: Any, so_far: tuple) -> tuple[Array, Array]:
-        """Output and log-sum-exp over the keys so far and the keys of ``x``, in the dtype of the statistics."""
+    def merge(self, x: Operands, scale: Any, so_far: Rows) -> Rows:
+        """The results over the keys so far and the keys of ``x``, in the dtype of the statistics."""
         return merged(so_far, self.forward(x, scale))
 
-    def per_query_of(self, rows: tuple, cotangents: tuple) -> PerQuery:
-        """The input of the backward pass for each query, from output and log-sum-exp and the cotangents of both."""
+    def per_query_of(self, rows: Rows, cotangents: Rows) -> PerQuery:
+        """The input of the backward pass for each query, from the results and their cotangents."""
         return per_query_of(rows, cotangents)
 
     def backward(self, x: Operands, scale: Any, per_query: PerQuery, *, of_bias: bool) -> tuple[Operands, Any]:
@@ -89,7 +86,8 @@ class TPU:
 
     def per_query_of(self, rows, cotangents):
         """See ``Backend.per_query_of``."""
-        return per_query_of(rows, cotangents, partial(entry.row_sums, interpret=self.options.interpret))
+        summed = partial(entry.row_sums, interpret=self.options.interpret)
+        return per_query_of(rows, cotangents, base=2, summed=summed)
 
     def backward(self, x, scale, per_query, *, of_bias):
         """See ``Backend.backward``."""

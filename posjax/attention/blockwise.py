@@ -26,7 +26,6 @@ from posjax._slots import with_head_axis
 from posjax.attention.online import OnlineSoftmax
 from posjax.attention.operands import (
     Operands,
-    PerQuery,
     capped,
     decay_factors,
     decayed,
@@ -40,6 +39,7 @@ from posjax.attention.operands import (
     with_bias,
 )
 from posjax.attention.padding import lengthened_rows, pad
+from posjax.attention.rows import PerQuery, Rows
 from posjax.attention.tiles import Blocks, Kind, Visits, plan_tiles, visits
 from posjax.positions import Range, as_array
 
@@ -48,7 +48,7 @@ TILE_ELEMENTS = 2**21
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
 
 
-def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
+def blockwise(x: Operands, blocks: Blocks | None = None) -> Rows:
     """The same function as ``dense`` in memory linear in the length.
 
     Batch rows that are computed together visit the same tiles: every tile that any of these rows needs. Therefore, if
@@ -62,7 +62,7 @@ def blockwise(x: Operands, blocks: Blocks | None = None) -> tuple:
     if size == rows:
         return _one_plan(x, blocks)
     found = jax.lax.map(lambda start: _one_plan(narrowed(x, batch=(start, size)), blocks), jnp.arange(0, rows, size))
-    return tuple(array.reshape(rows, *array.shape[2:]) for array in found)
+    return Rows(*(array.reshape(rows, *array.shape[2:]) for array in found))
 
 
 def blockwise_gradients(x: Operands, per_query: PerQuery, blocks: Blocks | None = None) -> Operands:
@@ -112,10 +112,9 @@ def _rows_at_once(x: Operands) -> int:
     return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
 
 
-def _one_plan(x: Operands, blocks: Blocks | None) -> tuple:
+def _one_plan(x: Operands, blocks: Blocks | None) -> Rows:
     queries, blocks = x.q.shape[3], blocks or _choose_blocks(x)
-    out, lse = _forward(blocks, pad(x, blocks.q, blocks.k))
-    return out[..., :queries, :], lse[..., :queries]
+    return Rows(*(array[:, :, :, :queries] for array in _forward(blocks, pad(x, blocks.q, blocks.k))))
 
 
 def _gradients_of_one_plan(x: Operands, per_query: PerQuery, blocks: Blocks | None) -> Operands:
@@ -218,7 +217,7 @@ def _tile_logits(tile: Operands, kind: Kind):
     return _finish(tile, kind, capped(tile.softcap, biased))
 
 
-def _forward(blocks: Blocks, x: Operands):
+def _forward(blocks: Blocks, x: Operands) -> Rows:
     kinds, (grid,) = plan_tiles(x, blocks, together=True)
     tiles = _visits(grid, kinds)
     *batch, length, _ = x.q.shape
@@ -232,12 +231,10 @@ def _forward(blocks: Blocks, x: Operands):
         start = OnlineSoftmax.empty((*batch, blocks.q), value_size, x.q)
         found = _visit(tiles, kinds, i, partial(tile, i), start).finished(x.v.dtype)
         store = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * blocks.q, axis=3)
-        return tuple(map(store, results, found))
+        return Rows(*map(store, results, found))
 
-    results = (
-        like_zeros((*batch, length, value_size), x.v.dtype, x.q),
-        like_zeros((*batch, length), statistics_dtype(x.q), x.q),
-    )
+    of_queries = [like_zeros((*batch, length), statistics_dtype(x.q), x.q) for _ in Rows._fields[1:]]
+    results = Rows(like_zeros((*batch, length, value_size), x.v.dtype, x.q), *of_queries)
     return jax.lax.fori_loop(0, length // blocks.q, row, results)
 
 

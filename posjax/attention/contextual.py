@@ -23,6 +23,7 @@ from posjax._slots import with_head_axis
 from posjax.attention.online import OnlineSoftmax
 from posjax.attention.operands import Operands, capped, group_mask, like_zeros, scores, statistics_dtype
 from posjax.attention.padding import lengthen, pad
+from posjax.attention.rows import Rows
 from posjax.bias import ContextualBias
 from posjax.positions import as_array
 
@@ -44,7 +45,7 @@ class _Keys(NamedTuple):
     allowed: Bool[Array, "*#b q k"]
 
 
-def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries size"]) -> tuple:
+def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries size"]) -> Rows:
     """``softmax(softcap(z + interpolate(q . table, p)) where allowed) v`` with the whole matrix of logits.
 
     Args:
@@ -52,7 +53,7 @@ def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries 
         q: the queries before the scale, grouped in the same way, for the product with the table.
 
     Returns:
-        Output and log-sum-exp as from ``posjax.attention.dense.dense``. For a query that may see no key the output is
+        ``Rows``, as from ``posjax.attention.dense.dense``. For a query that may see no key the output is
         exactly 0, with zero gradients, and the log-sum-exp is minus infinity.
 
     Raises:
@@ -66,7 +67,7 @@ def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries 
 
 def blockwise_contextual(
     x: Operands, q: Float[Array, "batch kv_heads group queries size"], block: int = _BLOCK
-) -> tuple:
+) -> Rows:
     """The same function as ``dense_contextual`` in memory linear in the length, forward and backward.
 
     Args:
@@ -99,8 +100,7 @@ def blockwise_contextual(
 
     parts = in_blocks(x.q, 3, blocks[0]), in_blocks(q, 3, blocks[0])
     results = jax.lax.map(jax.checkpoint(rows, prevent_cse=False), (jnp.arange(parts[0].shape[0]), *parts))
-    out, lse = (joined(a, 3) for a in results)
-    return out[..., :queries, :], lse[..., :queries]
+    return Rows(*(joined(array, 3)[:, :, :, :queries] for array in results))
 
 
 def _check(x: Operands, q: Array) -> None:

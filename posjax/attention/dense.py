@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from posjax._slots import with_head_axis
 from posjax.attention.operands import (
     Operands,
-    PerQuery,
     capped,
     decay_factors,
     decayed,
@@ -18,10 +17,11 @@ from posjax.attention.operands import (
     scores,
     with_bias,
 )
+from posjax.attention.rows import PerQuery, Rows, finished, normalised
 from posjax.positions import as_array
 
 
-def dense(x: Operands) -> tuple:
+def dense(x: Operands) -> Rows:
     """``softmax(softcap(q k^T + bias) where allowed) v``, and the log-sum-exp of every row.
 
     A query that may see no key gives exactly 0, with zero gradients, and a log-sum-exp of minus infinity.
@@ -30,17 +30,14 @@ def dense(x: Operands) -> tuple:
         x: the operands.
 
     Returns:
-        Output ``[batch, kv heads, group, queries, value size]`` in the dtype of ``v``, and float32 log-sum-exp
-        ``[batch, kv heads, group, queries]`` (float64 for float64 inputs).
+        ``Rows``: the output in the dtype of ``v``, numbers of each query in float32 (float64 for float64 inputs).
     """
     logits = _logits(x)
-    highest = logits.max(-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(jnp.isfinite(highest), highest, 0))
+    highest = logits.max(-1)
+    highest = jnp.where(jnp.isneginf(highest), 0, highest)
+    weights = jnp.exp(logits - highest[..., None])
     total = weights.sum(-1)
-    seen = total > 0
-    total = jnp.where(seen, total, 1)
-    out = mix(weights / total[..., None], x.v, logits.dtype).astype(x.v.dtype)
-    return out, jnp.where(seen, highest[..., 0] + jnp.log(total), -jnp.inf)
+    return finished(mix(normalised(weights, total), x.v, logits.dtype), highest, total, x.v.dtype)
 
 
 def dense_gradients(x: Operands, per_query: PerQuery) -> Operands:

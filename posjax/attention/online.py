@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax.attention.operands import like_zeros, mix, statistics_dtype
+from posjax.attention.rows import Rows, finished, normalised
 
 
 class OnlineSoftmax(NamedTuple):
@@ -23,8 +24,8 @@ class OnlineSoftmax(NamedTuple):
         The dtype and the mesh axes over which the state varies follow from ``q``.
         """
         dtype = statistics_dtype(q)
-        # Below every real logit but finite, so that a tile without an allowed key needs no special case.
-        highest = like_zeros(shape, dtype, q, float(jnp.finfo(dtype).min) / 4)
+        # No finite logit is below it, so that a tile without an allowed key needs no special case.
+        highest = like_zeros(shape, dtype, q, float(jnp.finfo(dtype).min))
         return OnlineSoftmax(highest, like_zeros(shape, dtype, q), like_zeros((*shape, value_size), dtype, q))
 
     def added(self, logits, v) -> "OnlineSoftmax":
@@ -35,8 +36,6 @@ class OnlineSoftmax(NamedTuple):
         out = self.out * shrink[..., None] + mix(weights, v, self.out.dtype)
         return OnlineSoftmax(highest, self.total * shrink + weights.sum(-1), out)
 
-    def finished(self, dtype) -> tuple[Array, Array]:
-        """Output in ``dtype``, and log-sum-exp: 0 and minus infinity for a query that sees no key."""
-        seen = self.total > 0
-        total = jnp.where(seen, self.total, 1)
-        return (self.out / total[..., None]).astype(dtype), jnp.where(seen, self.highest + jnp.log(total), -jnp.inf)
+    def finished(self, dtype) -> Rows:
+        """The results, with the output in ``dtype``."""
+        return finished(normalised(self.out, self.total), self.highest, self.total, dtype)

@@ -4,12 +4,11 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._axes import WithAxes
@@ -19,9 +18,6 @@ from posjax._numbers import at_least_float32, is_array_number, is_number, level,
 from posjax.bias import Bias
 from posjax.masks import Mask
 from posjax.positions import Positions, difference
-
-ATTENDED = "posjax_attended"
-"""Checkpoint name of the results of attention, for policies of ``jax.checkpoint``: see ``named``."""
 
 LANES = 128
 """Lanes of a TPU register."""
@@ -108,55 +104,6 @@ class Operands(WithAxes):
         return dataclasses.replace(self, bias=mapped(self.bias), mask=mapped(self.mask), remap=remap)
 
 
-class PerQuery(NamedTuple):
-    """The inputs of a backward pass for each query.
-
-    Args:
-        d_out: the gradient of the query's output.
-        lse: the query's log-sum-exp; infinity, which makes its weights 0, if the query sees no key. In a kernel, the
-            constant that the bias adds to all logits of the query is subtracted.
-        correction: ``D = sum(dO * O) - dL``, where ``dL`` is the gradient of the log-sum-exp.
-        d_lse: ``dL``, the sum of the gradients of all logits of the query; 0 if ``dL`` is counted with another part of
-            the keys, and None within a kernel.
-    """
-
-    d_out: Any
-    lse: Any
-    correction: Any
-    d_lse: Any = None
-
-
-def row_sums(a: Array, b: Array, dtype) -> Array:
-    """``rowsum(a * b)``."""
-    return (a.astype(dtype) * b.astype(dtype)).sum(-1)
-
-
-def per_query_of(
-    rows: tuple[Array, Array], cotangents: tuple[Array, Array], summed: Callable[..., Array] = row_sums
-) -> PerQuery:
-    """``PerQuery`` from output and log-sum-exp and the cotangents of both.
-
-    A query that sees no key has a constant output: the cotangent of its log-sum-exp may be NaN and is replaced by 0.
-
-    Args:
-        rows: output and log-sum-exp.
-        cotangents: the cotangents of both.
-        summed: an implementation of ``row_sums``.
-    """
-    (out, lse), (d_out, d_lse) = rows, cotangents
-    blind = jnp.isneginf(lse)
-    d_lse = jnp.where(blind, 0, d_lse)
-    return PerQuery(d_out, jnp.where(blind, jnp.inf, lse), summed(d_out, out, lse.dtype) - d_lse, d_lse)
-
-
-def merged(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Output and log-sum-exp over two parts of the keys; that of a part without visible keys is minus infinity."""
-    lse = jnp.logaddexp(first[1], second[1])
-    finite = jnp.where(jnp.isneginf(lse), 0, lse)
-    out = sum(part.astype(lse.dtype) * jnp.exp(part_lse - finite)[..., None] for part, part_lse in (first, second))
-    return out, lse
-
-
 def merge_heads(x):
     """``[batch, *heads, tokens, size]`` as ``[batch, 1, tokens, heads x size]`` if a head fills whole TPU lanes.
 
@@ -202,15 +149,6 @@ def no_gradient(leaf: Array) -> Array | np.ndarray:
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return like_zeros(leaf.shape, leaf.dtype, leaf)
     return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
-def named(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Output and log-sum-exp with the checkpoint name ``ATTENDED``.
-
-    The backward pass of a kernel needs only these and its operands. So if a policy of ``jax.checkpoint`` saves this
-    name, the forward kernel does not run again.
-    """
-    return checkpoint_name(out, ATTENDED), checkpoint_name(lse, ATTENDED)
 
 
 def statistics_dtype(x: Array) -> jnp.dtype:

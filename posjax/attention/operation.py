@@ -11,13 +11,15 @@ from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array
 
 from posjax._lowered import Derivative, Form, Lowered, run, zero_tangent
 from posjax._numbers import is_number
 from posjax.attention.backends import TPU, Backend
-from posjax.attention.operands import Operands, PerQuery, like_zeros, mix, named, scores, taken_apart
+from posjax.attention.operands import Operands, like_zeros, mix, scores, taken_apart
 from posjax.attention.own import has_own
+from posjax.attention.rows import PerQuery, Rows, named
+
+_RESULTS = len(Rows._fields)
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,20 @@ class Backends:
         return dict(self.kernels).get(platform, self.usual)
 
 
-def attend(backends: Backends, x: Operands, scale: Any) -> tuple[Array, Array]:
-    """Output and log-sum-exp of a call whose queries are not scaled yet."""
+def attend(backends: Backends, x: Operands, scale: Any) -> Rows:
+    """The results of a call whose queries are not scaled yet."""
     form, arrays = Form.of((x, scale), unique=has_own(x))
-    return tuple(run(_Forward(backends, form), *arrays))
+    return Rows(*run(_Forward(backends, form), *arrays))
 
 
-def attend_here(backend: Backend | TPU, x: Operands, scale: Any) -> tuple[Array, Array]:
+def attend_here(backend: Backend | TPU, x: Operands, scale: Any) -> Rows:
     """``attend`` by a backend that is traced now, for any platform; used for an interpreted kernel."""
     number = is_number(scale)
     return _here((backend, scale if number else None), x, None if number else scale)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _here(static: tuple, x: Operands, scale: Any) -> tuple[Array, Array]:
+def _here(static: tuple, x: Operands, scale: Any) -> Rows:
     backend, number = static
     return backend.forward(x, number if scale is None else scale)
 
@@ -62,20 +64,20 @@ class _SavedHere:
 
     x: Operands
     scale: Any
-    rows: tuple[Array, Array]
+    rows: Rows
     of_bias: bool
 
 
 def _forward_here(static, x, scale):
     ((x, scale), _), (_, wanted) = taken_apart((x, scale)), taken_apart(x.bias)
-    rows = named(*_here(static, x, scale))
+    rows = named(_here(static, x, scale))
     return rows, _SavedHere(x, scale, rows, any(wanted))
 
 
 def _backward_here(static, saved: _SavedHere, cotangents):
     (backend, number), x, scale, rows = static, saved.x, saved.scale, saved.rows
-    materialized = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
-    per_query = backend.per_query_of(rows, tuple(materialized))
+    materialized = [like_zeros(c.shape, c.dtype, rows.out) if isinstance(c, SymbolicZero) else c for c in cotangents]
+    per_query = backend.per_query_of(rows, Rows(*materialized))
     d_x, d_scale = backend.backward(x, number if scale is None else scale, per_query, of_bias=saved.of_bias)
     return d_x, None if scale is None else d_scale
 
@@ -83,16 +85,18 @@ def _backward_here(static, saved: _SavedHere, cotangents):
 _here.defvjp(_forward_here, _backward_here, symbolic_zeros=True)
 
 
-def merge(backends: Backends, x: Operands, scale: Any, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Output and log-sum-exp over the keys so far and the keys of ``x``, in the dtype of the statistics."""
+def merge(backends: Backends, x: Operands, scale: Any, so_far: Rows) -> Rows:
+    """The results over the keys so far and the keys of ``x``, in the dtype of the statistics."""
     form, arrays = Form.of((x, scale, so_far), unique=has_own(x))
-    return tuple(run(_OfPart(backends, "merge", form, (-2, -1)), *arrays))
+    return Rows(*run(_OfPart(backends, "merge", form, tuple(range(-len(so_far), 0))), *arrays))
 
 
-def per_query_of(backends: Backends, rows: tuple, cotangents: tuple) -> PerQuery:
-    """The input of the backward pass of a part of the keys, from output, log-sum-exp and the cotangents of both."""
+def per_query_of(backends: Backends, rows: Rows, cotangents: Rows) -> PerQuery:
+    """The input of the backward pass of a part of the keys, from the results and their cotangents."""
     form, arrays = Form.of((rows, cotangents))
-    return PerQuery(*run(_OfPart(backends, "per_query_of", form, (2, 1, 1, 3)), *arrays))
+    of_query = Rows._fields.index("lse")
+    alike = len(rows), of_query, of_query, of_query
+    return PerQuery(*run(_OfPart(backends, "per_query_of", form, alike), *arrays))
 
 
 def add(backends: Backends, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
@@ -108,7 +112,7 @@ def add(backends: Backends, x: Operands, scale: Any, per_query: PerQuery, so_far
 
 @dataclass(frozen=True)
 class _Forward(Lowered):
-    """Output and log-sum-exp; its tangents are ``_Tangents``, and their transpose is ``_Backward``."""
+    """``Rows``; their tangents are ``_Tangents``, and the transpose of these is ``_Backward``."""
 
     backends: Backends
     form: Form
@@ -117,14 +121,14 @@ class _Forward(Lowered):
         x, _ = self.form.filled(arrays)
         with self.form.as_set():
             logits = scores(x.q, x.k)
-            return mix(logits, x.v, x.v.dtype), logits.max(-1)
+            return Rows(mix(logits, x.v, x.v.dtype), *[logits.max(-1)] * (_RESULTS - 1))
 
     def on(self, platform, *arrays):
         with self.form.as_set():
             return self.backends.of(platform).forward(*self.form.filled(arrays))
 
     def differentiated(self, primals, tangents):
-        rows = named(*run(self, *primals))
+        rows = named(run(self, *primals))
         which = tuple(tangent is not None for tangent in tangents)
         if not any(which):
             return rows, tuple(map(zero_tangent, rows))
@@ -133,17 +137,17 @@ class _Forward(Lowered):
 
 
 class _Tangents(Derivative):
-    """Tangents of output and log-sum-exp.
+    """Tangents of the results.
 
-    Output and log-sum-exp are arguments too, after those of ``_Forward``. They are for the transpose, which computes
-    the weights ``P = exp(z - lse)`` from them.
+    The results are arguments too, after those of ``_Forward``. They are for the transpose, which computes the weights
+    ``P = exp(z - L)`` from them.
     """
 
     def types(self, *arrays):
-        return arrays[len(self.which) : len(self.which) + 2]
+        return arrays[len(self.which) : len(self.which) + _RESULTS]
 
     def on(self, platform, *arrays):
-        primals, nonzero = arrays[: len(self.which)], arrays[len(self.which) + 2 :]
+        primals, nonzero = arrays[: len(self.which)], arrays[len(self.which) + _RESULTS :]
         return super().on(platform, *primals, *nonzero)
 
     def transposed(self, constants, cotangents):
@@ -152,7 +156,7 @@ class _Tangents(Derivative):
 
 @dataclass(frozen=True)
 class _Backward(Lowered):
-    """Cotangents of the arrays that ``which`` selects, from output, log-sum-exp, and the cotangents of both."""
+    """Cotangents of the arrays that ``which`` selects, from the results and their cotangents."""
 
     forward: _Forward
     which: tuple[bool, ...]
@@ -161,7 +165,8 @@ class _Backward(Lowered):
         return [x for selected, x in zip(self.which, arrays, strict=False) if selected]
 
     def on(self, platform, *arrays):
-        primals, rows, cotangents = arrays[:-4], arrays[-4:-2], arrays[-2:]
+        primals = arrays[: len(self.which)]
+        rows, cotangents = Rows(*arrays[-2 * _RESULTS : -_RESULTS]), Rows(*arrays[-_RESULTS:])
         form = self.forward.form
         backend, (x, scale) = self.forward.backends.of(platform), form.filled(primals)
         wanted, _ = form.filled(self.which)

@@ -9,7 +9,8 @@ from jaxtyping import Array
 from posjax._axes import Names, each
 from posjax._numbers import LARGEST
 from posjax._shapes import zeros_at
-from posjax.attention.operands import Operands, PerQuery
+from posjax.attention.operands import Operands
+from posjax.attention.rows import PerQuery
 from posjax.bias import Bias
 from posjax.masks import Mask, Segments, padding_of
 from posjax.positions import Positions, Range, as_array

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from posjax import _serial
 from posjax._checks import check, check_length, check_tokens, shown
 from posjax._numbers import at_least_float32
-from posjax.attention.operands import ATTENDED
+from posjax.attention.rows import ATTENDED
 from posjax.attention.sharded.automatic import axes_of, explicit_spec, on_auto_axes
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig

@@ -11,6 +11,7 @@ import pytest
 from posjax import masks
 from posjax.attention import api
 from posjax.attention.operands import Operands
+from posjax.attention.rows import Rows
 from posjax.bias import ALiBi, LinearBias
 from posjax.positions import Range
 from posjax.remap import Branch
@@ -153,13 +154,14 @@ def test_a_sink_takes_its_share_of_the_weights():
     lse = np.logaddexp.reduce(logits, axis=-1)
     weights = np.exp(logits - np.where(np.isneginf(lse), 0, lse)[..., None])
     sink = sinks.reshape(2, 2, 1)
-    out, found = api.finished(jnp.asarray(weights @ values), jnp.asarray(lse), jnp.asarray(sinks), True)
+    rows = Rows(jnp.asarray(weights @ values), jnp.asarray(lse), jnp.zeros_like(lse))
+    out, found = api.finished(rows, jnp.asarray(sinks), True)
     with_sink = np.logaddexp(lse, sink)
     wanted = np.exp(logits - with_sink[..., None]) @ values
     for head in range(4):
         np.testing.assert_allclose(out[:, :, head], wanted[:, head // 2, head % 2], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(found[:, :, head], with_sink[:, head // 2, head % 2], rtol=1e-5)
-    chex.assert_shape(api.finished(jnp.zeros((1, 2, 2, 3, 6)), None, None, False), (1, 3, 4, 6))
+    chex.assert_shape(api.finished(Rows(jnp.zeros((1, 2, 2, 3, 6))), None, False), (1, 3, 4, 6))
 
 
 @pytest.mark.parametrize(

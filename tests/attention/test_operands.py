@@ -48,7 +48,6 @@ def test_the_products_of_all_heads():
         rtol=1e-5,
         atol=1e-5,
     )
-    np.testing.assert_allclose(ops.row_sums(Q, Q, jnp.float32), np.square(Q).sum(-1), rtol=1e-5)
     flat = ops.flat_heads(Q)
     for head in range(KV_HEADS * GROUP):
         np.testing.assert_array_equal(flat[:, head], Q[:, head // GROUP, head % GROUP])
@@ -57,7 +56,7 @@ def test_the_products_of_all_heads():
 def test_products_of_narrow_arrays_are_summed_in_float32():
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V, WEIGHTS)]
     q, k, v, weights = narrow
-    found = ops.scores(q, k), ops.mix(weights, v, jnp.float32), ops.row_sums(q, q, jnp.float32)
+    found = ops.scores(q, k), ops.mix(weights, v, jnp.float32)
     chex.assert_type(found, jnp.float32)
     assert ops.statistics_dtype(q) == jnp.float32
 
@@ -73,36 +72,6 @@ def test_heads_that_fill_lanes_lie_side_by_side(size, heads):
     else:
         np.testing.assert_array_equal(found, np.concatenate(list(flat.swapaxes(0, 1)), -1)[:, None])
     np.testing.assert_array_equal(ops.split_heads(found, heads), x)
-
-
-def test_a_query_that_sees_no_key_gets_no_gradient():
-    out, d_out = normal(5, 3, 2), normal(6, 3, 2)
-    lse, d_lse = np.array([0.5, -np.inf, 2.0], np.float32), np.array([3.0, np.nan, 4.0], np.float32)
-    found = ops.per_query_of((out, jnp.asarray(lse)), (d_out, d_lse))
-    np.testing.assert_array_equal(found.d_out, d_out)
-    np.testing.assert_array_equal(found.lse, [0.5, np.inf, 2.0])
-    np.testing.assert_array_equal(found.d_lse, [3, 0, 4])
-    np.testing.assert_allclose(found.correction, (out * d_out).sum(-1) - np.array([3, 0, 4]), rtol=1e-5)
-
-
-def test_two_parts_of_the_keys_merge_into_the_attention_over_all():
-    logits, values = normal(7, 3, 7), normal(8, 7, 2)
-    logits[1, :4] = -np.inf
-
-    def part(where):
-        lse = np.logaddexp.reduce(logits[:, where], axis=-1)
-        finite = np.where(np.isneginf(lse), 0, lse)
-        return np.exp(logits[:, where] - finite[:, None]) @ values[where], lse
-
-    found = ops.merged(part(slice(0, 4)), part(slice(4, 7)))
-    chex.assert_trees_all_close(found, part(slice(0, 7)), rtol=1e-5)
-
-
-def test_a_query_without_a_visible_key_in_either_part_stays_without():
-    nothing = np.zeros((1, 2), np.float32), np.array([-np.inf], np.float32)
-    out, lse = ops.merged(nothing, nothing)
-    np.testing.assert_array_equal(out, [[0, 0]])
-    np.testing.assert_array_equal(lse, [-np.inf])
 
 
 def test_arrays_vary_over_the_mesh_axes_of_all_and_numbers_stay():

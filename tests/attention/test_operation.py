@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from posjax._lowered import PLATFORMS
 from posjax.attention import api, attention
 from posjax.attention.backends import Backend
-from posjax.attention.operands import ATTENDED
+from posjax.attention.rows import ATTENDED
 from posjax.attention.tpu import entry
 from posjax.bias import ALiBi
 from posjax.masks import Causal, Mask, Segments

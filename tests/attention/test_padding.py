@@ -15,7 +15,7 @@ import posjax as pj
 from posjax import bias, masks
 from posjax._numbers import LARGEST
 from posjax.attention.api import BACKENDS
-from posjax.attention.operands import Operands, PerQuery
+from posjax.attention.operands import Operands
 from posjax.attention.padding import (
     lengthened_rows,
     pad,
@@ -23,6 +23,7 @@ from posjax.attention.padding import (
     without_padded_scale,
     without_padding,
 )
+from posjax.attention.rows import PerQuery
 from posjax.masks import Beyond, Causal, Segments, Window
 from posjax.positions import Range
 from posjax.remap import Branch

@@ -16,9 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.backends import DENSE, TPU
 from posjax.attention.operands import Operands, RemappedPair
+from posjax.attention.rows import Rows
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
+from posjax.attention.tpu.call import LOG2E
 from posjax.bias import ALiBi, FoX
 from posjax.masks import Beyond, Causal, Segments
 from posjax.positions import Range
@@ -90,14 +92,15 @@ def of_whole_rows(made: dict, names: tuple) -> tuple:
 
     def rows_and_gradients(floats):
         rows, transpose = jax.vjp(run, floats)
-        return rows, transpose((made["d_out"], finite(made, rows)))[0]
+        return rows, transpose(cotangents(made, rows))[0]
 
     return jax.device_get(jax.jit(rows_and_gradients)(floats))
 
 
-def finite(made: dict, rows: tuple):
-    """The gradient of every log-sum-exp that is finite."""
-    return jnp.where(jnp.isneginf(rows[1]), 0, made["d_lse"].astype(np.float32))
+def cotangents(made: dict, rows: Rows) -> Rows:
+    """The gradients of outputs and of every log-sum-exp that is finite."""
+    d_lse = jnp.where(jnp.isneginf(rows.lse), 0, made["d_lse"].astype(np.float32))
+    return Rows(jnp.asarray(made["d_out"]), d_lse, jnp.zeros_like(d_lse), jnp.zeros_like(d_lse))
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
@@ -109,7 +112,8 @@ def test_parts_are_merged_into_whole_rows(name, size):
 
     def run(floats):
         shape = floats["q"].shape
-        so_far = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf)
+        nothing = jnp.full(shape[:-1], -jnp.inf)
+        so_far = Rows(jnp.zeros(shape, jnp.float32), nothing, jnp.zeros(shape[:-1]), nothing)
         for part in reversed(halves(floats)):
             so_far = BACKENDS[name].merge(operands(*part), SCALE, so_far)
         return so_far
@@ -117,8 +121,8 @@ def test_parts_are_merged_into_whole_rows(name, size):
     want = of_whole_rows(made, ("slopes",))[0]
     got = jax.device_get(jax.jit(run)(floats))  # an interpreted kernel calls jax itself, so nothing else may run
     chex.assert_equal_shape(got[1:] + want[1:])
-    assert got[0].dtype == jnp.float32
-    for one, other in zip(got, want, strict=True):
+    assert got.out.dtype == jnp.float32
+    for one, other in zip(got[:2], want[:2], strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=2e-5)
 
 
@@ -132,7 +136,7 @@ def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, bias, size):
     floats = {name: jnp.asarray(made[name]) for name in ("q", "k", "v", *learned)}
 
     def run(floats):
-        per_query = backend.per_query_of(rows, (jnp.asarray(made["d_out"]), finite(made, rows)))
+        per_query = backend.per_query_of(in_base_of(backend, rows), cotangents(made, rows))
         found, sums = [], None
         for n, part in enumerate(halves(floats)):
             x, transpose = jax.vjp(lambda own, part=part: operands(own, *part[1:]), part[0])
@@ -151,6 +155,11 @@ def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, bias, size):
     for key in want:
         size = np.abs(want[key]).max()
         np.testing.assert_allclose(got[key], want[key], atol=1e-5 * size, err_msg=key)
+
+
+def in_base_of(backend, rows: Rows) -> Rows:
+    """The results of ``DENSE`` as the backend has them: the kernels for TPUs have logits in base 2."""
+    return rows._replace(subtracted=rows.lse * LOG2E) if isinstance(backend, TPU) else rows
 
 
 def differentiable_leaves(x: Operands) -> Operands:
@@ -175,7 +184,10 @@ def test_a_part_that_sees_nothing_leaves_everything_as_it_was(name):
     made, backend = values(128), BACKENDS[name]
     x = operands({name: made[name] for name in ("q", "k", "v", "slopes")}, IDS, 0)
     hidden = dataclasses.replace(x, k=1e6 * x.k, mask=Causal(), kv_positions=Range(TOKENS, TOKENS))
-    rows = jnp.asarray(made["d_out"]), jnp.asarray(made["d_lse"]) - 200
+    lse = jnp.asarray(made["d_lse"]) - 200
+    rows = in_base_of(backend, Rows(jnp.asarray(made["d_out"]), lse, jnp.zeros_like(lse), lse))
     got = jax.device_get(jax.jit(partial(backend.merge, hidden, SCALE))(rows))
-    for one, other in zip(got, rows, strict=True):
+    for one, other in zip(got[:2], rows[:2], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    exact = [np.float64(each.subtracted) + np.float64(each.rest) * LOG2E for each in (got, rows)]
+    np.testing.assert_allclose(*exact, rtol=1e-8)

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from posjax import masks
-from posjax._shapes import grouped, ungrouped
-from posjax.attention.api import _with_sinks
+from posjax._shapes import grouped
+from posjax.attention.api import finished
 from posjax.attention.backends import TPU
 from posjax.attention.dense import dense
 from posjax.attention.operands import Operands, RemappedPair, vary_alike
@@ -343,8 +343,7 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
         softcap=case.softcap,
         **slots,
     )
-    out, lse = map(ungrouped, backend(operands))
-    return _with_sinks(out, lse, values["sinks"]) if case.sinks else (out, lse)
+    return finished(backend(operands), values.get("sinks"), True)
 
 
 def kernel(case: Case):

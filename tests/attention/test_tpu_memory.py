@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.operands import Operands, PerQuery, RemappedPair
+from posjax.attention.operands import Operands, RemappedPair
+from posjax.attention.rows import PerQuery
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import backward_dma, entry, forward_dma
 from posjax.attention.tpu.blocks import TARGETS

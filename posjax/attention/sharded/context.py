@@ -19,6 +19,7 @@ from posjax.attention.checks import check_ahead, check_sinks, checked_positions
 from posjax.attention.operands import RUN, Operands, statistics_dtype, vary_alike
 from posjax.attention.own import heads_of, on_device
 from posjax.attention.padding import without_padded_scale
+from posjax.attention.rows import Rows
 from posjax.attention.sharded.choice import Sizes
 from posjax.attention.sharded.exchange import gathered, ulysses
 from posjax.attention.sharded.line import Call, Line, join
@@ -89,8 +90,7 @@ def context_attention(
     check_ahead(x.bias, x.mask, *positions)
     call = Call(x, scale if is_number(scale) else jnp.asarray(scale, statistics_dtype(q)))
     with_lse = return_residuals or sinks is not None
-    out, lse = _spread(placement, vary_alike(call), implementation, with_lse)
-    return api.finished(out, lse, sinks, return_residuals)
+    return api.finished(_spread(placement, vary_alike(call), implementation, with_lse), sinks, return_residuals)
 
 
 class _Heads:
@@ -151,11 +151,11 @@ def _positions(placement: Placement, name: str, positions: Positions | None, x) 
     return positions
 
 
-def _spread(placement: Placement, call: Call, implementation: str | None, with_lse: bool) -> tuple:
-    """Output and log-sum-exp of a call by the strategy of the placement."""
+def _spread(placement: Placement, call: Call, implementation: str | None, with_lse: bool) -> Rows:
+    """The results of a call by the strategy of the placement."""
     shards, length = placement.shards, placement.whole(call.x.q.shape[3])
 
-    def attend(call: Call) -> tuple:
+    def attend(call: Call) -> Rows:
         return api.run(implementation, call.x, call.scale, with_lse)
 
     if shards == 1:
@@ -207,7 +207,7 @@ def _sizes(call: Call, placement: Placement, length: int) -> Sizes:
     )
 
 
-def _by_pieces(line: Line, call: Call, run: Callable) -> tuple:
+def _by_pieces(line: Line, call: Call, run: Callable) -> Rows:
     """The results of ``run`` for one query piece after the other, over all keys: the positions of each are a range."""
     if not isinstance(call.x.q_positions, Range):
         return run(call)

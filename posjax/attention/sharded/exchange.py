@@ -9,6 +9,7 @@ import numpy as np
 
 from posjax._axes import Names, each, map_tokens
 from posjax.attention.operands import flat_heads
+from posjax.attention.rows import Rows
 from posjax.attention.sharded.choice import copies
 from posjax.attention.sharded.line import Call, Line, keep, taken
 
@@ -23,7 +24,7 @@ def gathered(line: Line, call: Call) -> Call:
     return map_tokens(call, keep, gather)
 
 
-def ulysses(line: Line, call: Call, run: Callable) -> tuple:
+def ulysses(line: Line, call: Call, run: Callable) -> Rows:
     """The results of ``run`` on all tokens of a group of devices, in ascending order, for an equal share of the heads.
 
     The results are sent back to the devices of their tokens. Key heads are repeated if the devices of a group do not
@@ -33,7 +34,7 @@ def ulysses(line: Line, call: Call, run: Callable) -> tuple:
     x = call.x
     kv_heads = x.k.shape[1]
     found = run(exchange.to_heads(call))
-    return tuple(None if a is None else _regrouped(exchange.to_tokens(flat_heads(a)), kv_heads) for a in found)
+    return jax.tree.map(lambda array: _regrouped(exchange.to_tokens(flat_heads(array)), kv_heads), found)
 
 
 @dataclasses.dataclass(frozen=True)

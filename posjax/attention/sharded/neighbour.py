@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from posjax._axes import map_tokens
+from posjax.attention.rows import Rows
 from posjax.attention.sharded.line import Call, Line, join, keep
 from posjax.masks import Mask, hides_ahead
 from posjax.positions import Range
@@ -16,7 +17,7 @@ from posjax.positions import Range
 _NOWHERE = -(2**30)
 
 
-def neighbour(line: Line, call: Call, window: int, run: Callable) -> tuple:
+def neighbour(line: Line, call: Call, window: int, run: Callable) -> Rows:
     """The results of ``run`` on every query chunk, over the chunk's own keys and the keys next to them.
 
     The keys next to them are the ``window - 1`` before and, unless the mask hides keys ahead, as many after.

@@ -1,8 +1,8 @@
 """Ring attention: keys are sent around a ring, and every group of devices attends to them part by part (2310.01889).
 
 With ``n`` groups, in step ``s`` group ``r`` holds the keys of group ``r - s`` modulo ``n``; it sends them before it
-reads them, so that a compiler can send the next keys during compute. Every step merges the output and log-sum-exp of
-its keys into those of the keys so far (see ``posjax.attention.backends``).
+reads them, so that a compiler can send the next keys during compute. Every step merges the results of its keys into
+those of the keys so far (see ``posjax.attention.backends``).
 
 The backward pass is a second ring. With the weights ``P = exp(S - L)`` and ``D = rowsum(dO * O) - dL`` of the *whole*
 sequence the gradients of each part are independent,
@@ -33,19 +33,21 @@ from posjax.attention.api import parts_by
 from posjax.attention.operands import (
     LANES,
     Operands,
-    PerQuery,
     like_zeros,
     merge_heads,
-    named,
     no_gradient,
     split_heads,
     statistics_dtype,
     taken_apart,
 )
 from posjax.attention.operation import Backends, add, merge, per_query_of
+from posjax.attention.rows import PerQuery, Rows, named
 from posjax.attention.sharded.line import Call, Line
 from posjax.masks import block_bounds
 from posjax.positions import Range
+
+_TOKENS = (-2, -1, -1, -1)
+"""The axes of the queries in ``Rows`` and in ``PerQuery``."""
 
 
 class RingConfig(NamedTuple):
@@ -56,8 +58,8 @@ class RingConfig(NamedTuple):
     scale: float | None
 
 
-def ring(line: Line, implementation: str | None, call: Call) -> tuple:
-    """Output and log-sum-exp of this group's queries over the keys of all groups.
+def ring(line: Line, implementation: str | None, call: Call) -> Rows:
+    """The results of this group's queries over the keys of all groups.
 
     The leaves of the call vary over the same mesh axes.
     """
@@ -65,12 +67,13 @@ def ring(line: Line, implementation: str | None, call: Call) -> tuple:
     static = is_number(call.scale)
     config = RingConfig(line, parts_by(implementation, halves[0].x), call.scale if static else None)
     found = _ring(config, tuple(dataclasses.replace(half, scale=None) for half in halves) if static else halves)
-    (out, lse), outputs = zip(*found, strict=True), _outputs(call.x)
-    return outputs.unpacked(jnp.concatenate(out, 1 if outputs.heads is None else -1)), jnp.concatenate(lse, 1)
+    (out, *numbers), outputs = zip(*found, strict=True), _outputs(call.x)
+    out = outputs.unpacked(jnp.concatenate(out, 1 if outputs.heads is None else -1))
+    return Rows(out, *(jnp.concatenate(each, 1) for each in numbers))
 
 
 def _attended(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
-    """Packed output and log-sum-exp of every call; the keys of the calls are sent in alternating directions."""
+    """The results of every call, outputs packed; the keys of the calls are sent in alternating directions."""
     halves = _halves(config, calls)
     state = [(half.keys, half.nothing_yet()) for half in halves]
 
@@ -211,32 +214,33 @@ class _Half:
         """The call of this group's own keys."""
         return self.call(self.with_keys(self.keys, self.line.shard))
 
-    def nothing_yet(self) -> tuple:
-        """Output and log-sum-exp before the first keys."""
+    def nothing_yet(self) -> Rows:
+        """The results before the first keys."""
         x = self.own.x
         dtype, rows = statistics_dtype(x.q), x.q.shape[:-1]
         out = like_zeros((*rows, x.v.shape[-1]), dtype, x.q)
-        return self.outputs.packed(out), like_zeros(rows, dtype, x.q, -jnp.inf)
+        rest, nothing = like_zeros(rows, dtype, x.q), like_zeros(rows, dtype, x.q, -jnp.inf)
+        return Rows(self.outputs.packed(out), nothing, rest, nothing)
 
-    def output(self, so_far: tuple) -> tuple:
-        """Output in the dtype of the values, and log-sum-exp."""
-        out, lse = so_far
-        return out.astype(self.own.x.v.dtype), lse
+    def output(self, so_far: Rows) -> Rows:
+        """The results with the output in the dtype of the values."""
+        return so_far._replace(out=so_far.out.astype(self.own.x.v.dtype))
 
-    def merged(self, distance, keys: list, so_far: tuple) -> tuple:
-        """Output and log-sum-exp so far, merged with those of the keys of a step."""
+    def merged(self, distance, keys: list, so_far: Rows) -> Rows:
+        """The results so far, merged with those of the keys of a step."""
         source, line, outputs = self.source(distance), self.line, self.outputs
         leaves = self.with_keys(keys, source)
 
         def pair(i, j, so_far):
-            rows = tuple(line.cut(i)(array, axis) for array, axis in zip(so_far, (-2, -1), strict=True))
+            rows = Rows(*map(line.cut(i), so_far, _TOKENS))
 
             def compute(part, rows):
-                out, lse = merge(self.config.backends, part.x, part.scale, (outputs.unpacked(rows[0]), rows[1]))
-                return outputs.packed(out), lse
+                rows = rows._replace(out=outputs.unpacked(rows.out))
+                found = merge(self.config.backends, part.x, part.scale, rows)
+                return found._replace(out=outputs.packed(found.out))
 
             found = self.unless_empty(leaves, (i, j), source, compute, rows)
-            return tuple(map(partial(line.stored, i), so_far, found, (-2, -1)))
+            return Rows(*map(partial(line.stored, i), so_far, found, _TOKENS))
 
         return _over_pairs(line, pair, so_far)
 
@@ -251,14 +255,14 @@ class _Half:
         def pair(i, j, sums):
             # Sum pieces, not whole arrays, which would be zero outside a piece.
             pieces = [_piece(line, side, (i, j), array) for side, array in zip(sides, sums, strict=True)]
-            rows = [line.cut(i)(array, axis) for array, axis in zip(per_query, (-2, -1, -1, -1), strict=True)]
-            rows[-1] = jnp.where(jnp.equal(j, 0), rows[-1], 0)
+            rows = PerQuery(*map(line.cut(i), per_query, _TOKENS))
+            rows = rows._replace(d_lse=jnp.where(jnp.equal(j, 0), rows.d_lse, 0))
 
             def compute(part, pieces):
                 so_far = self.sums(
                     wanted, [side.unpacked(array) for side, array in zip(sides, pieces, strict=True)], part.x.run
                 )
-                of_rows = PerQuery(outputs.unpacked(rows[0]), *rows[1:])
+                of_rows = rows._replace(d_out=outputs.unpacked(rows.d_out))
                 found = jax.tree.leaves(add(self.config.backends, part.x, part.scale, of_rows, so_far))
                 return [side.packed(array) for side, array in zip(sides, found, strict=True)]
 
@@ -347,7 +351,7 @@ def _ring_forward(config: RingConfig, calls):
     calls = tuple(call for call, _ in taken)
     wanted = tuple(_differentiable(*each) for each in taken)
     # Not ``_ring``: forward over reverse needs forward mode, which ``_ring`` lacks and ``_attended`` has.
-    rows = tuple(named(*each) for each in _attended(config, calls))
+    rows = tuple(map(named, _attended(config, calls)))
     return rows, _Saved(calls, rows, wanted)
 
 
@@ -399,12 +403,12 @@ def _shares(
     return [first_keys, halves[1].sent(second_keys)], [first_own, second_own]
 
 
-def _per_query(config: RingConfig, half: _Half, rows: tuple, cotangents: tuple) -> PerQuery:
+def _per_query(config: RingConfig, half: _Half, rows: Rows, cotangents: Rows) -> PerQuery:
     """The input of the backward pass for each query, with packed gradients of outputs."""
-    materialized = [like_zeros(c.shape, c.dtype, rows[0]) if isinstance(c, SymbolicZero) else c for c in cotangents]
-    (out, lse), (d_out, d_lse), outputs = rows, materialized, half.outputs
-    found = per_query_of(config.backends, (outputs.unpacked(out), lse), (outputs.unpacked(d_out), d_lse))
-    return found._replace(d_out=d_out)
+    materialized = [like_zeros(c.shape, c.dtype, rows.out) if isinstance(c, SymbolicZero) else c for c in cotangents]
+    unpacked = [each._replace(out=half.outputs.unpacked(each.out)) for each in (rows, Rows(*materialized))]
+    found = per_query_of(config.backends, *unpacked)
+    return found._replace(d_out=half.outputs.packed(found.d_out))
 
 
 def _of_operands(call: Call, wanted: tuple[bool, ...]) -> list[bool]:

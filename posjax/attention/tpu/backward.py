@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from posjax.attention.operands import PerQuery
+from posjax.attention.rows import PerQuery
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu.backward_dma import (
     PENDING,

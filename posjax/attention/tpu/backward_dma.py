@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from posjax.attention.operands import PerQuery
+from posjax.attention.rows import PerQuery
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, features_at
 from posjax.attention.tpu.dma import Buffers, KernelArrays, Tile, TileRow, at, for_pairs

@@ -391,7 +391,7 @@ class ByDistance(KernelBias):
 
         def values(distances):
             found = x.bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0]
-            return jnp.broadcast_to(found.astype(jnp.float32), (heads, len(distances))) * LOG2E
+            return _in_base_2(jnp.broadcast_to(found.astype(jnp.float32), (heads, len(distances))))
 
         edge = self.constant_from or 0
         return {"values": values(ahead + np.arange(queries + keys) - keys), "edges": values(np.array([edge, -edge]))}
@@ -473,6 +473,14 @@ class ByDistance(KernelBias):
             first = self._window(row, tile.index).start
             for n, eight in enumerate(terms.untoeplitz(row.sums.d_bias)):
                 row.d_bias[0][row.group_head, first + n] += eight
+
+
+def _in_base_2(bias):
+    """``bias log2 e``. A finite number stays finite, as an additive mask of the lowest float32 must."""
+    lowest = float(jnp.finfo(jnp.float32).min) / LOG2E * (1 - 1e-6)
+    too_low = (bias < lowest) & (bias > -jnp.inf)
+    # By addition, so that the gradient is that of the product everywhere.
+    return (bias + jax.lax.stop_gradient(jnp.where(too_low, lowest - bias, 0))) * LOG2E
 
 
 def _edge(tile: Tile) -> int:

@@ -12,14 +12,15 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 
 from posjax._checks import check
-from posjax._numbers import is_array_number
-from posjax.attention.operands import Operands, PerQuery, flat_heads, merge_heads, no_gradient, split_heads
+from posjax._numbers import is_array_number, rounded_sum
+from posjax.attention.operands import Operands, flat_heads, merge_heads, no_gradient, split_heads
 from posjax.attention.padding import lengthen, lengthened_rows, pad
+from posjax.attention.rows import PerQuery, Rows
 from posjax.attention.tiles import Blocks, plan_tiles
 from posjax.attention.tpu.backward import backward
 from posjax.attention.tpu.biases import ByDistance, form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
-from posjax.attention.tpu.call import LOG2E, Inputs, KernelConfig, Tiling
+from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig, Tiling
 from posjax.attention.tpu.correction import row_sums_of_heads
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal
@@ -47,35 +48,47 @@ class Options:
     interpret: Any = False
 
 
-def attend(x: Operands, options: Options, so_far: tuple | None = None) -> tuple:
-    """Output and log-sum-exp.
+def attend(x: Operands, options: Options, so_far: Rows | None = None) -> Rows:
+    """The results for each query.
 
     Args:
         x: the operands.
         options: how the kernel runs.
-        so_far: output and log-sum-exp over other keys, in float32; those of the keys of ``x`` are merged into them.
+        so_far: the results over other keys, in float32; those of the keys of ``x`` are merged into them.
 
     Raises:
         ValueError: for calls that the kernels do not support, with the reason.
     """
     inputs, config = _prepared(x, options, so_far is not None)
-    rows = None if so_far is None else _rows(config, inputs, *so_far)
+    rows = None if so_far is None else _kernel_rows(config, inputs, so_far)
     # DMA copies index every axis of their source, so ``vmap`` runs the kernel for one element at a time.
     out, lse = sequential_vmap(partial(forward, config))(inputs, rows)
-    lse = _with_query_constant(config, inputs, lse[:, :, 0], 0, 1) / LOG2E
     heads, queries = x.q.shape[1:3], x.q.shape[3]
-    return split_heads(out, heads)[..., :queries, :], lse.reshape(-1, *heads, lse.shape[-1])[..., :queries]
+    subtracted, rest = (
+        numbers.reshape(-1, *heads, numbers.shape[-1])[..., :queries]
+        for numbers in _plus(lse[:, :, 0], lse[:, :, 1], config.bias.of_queries(config, inputs, 0))
+    )
+    return Rows(split_heads(out, heads)[..., :queries, :], subtracted * LN2, rest * LN2, subtracted)
 
 
-def _rows(config: KernelConfig, x: Inputs, out, lse) -> tuple:
-    """Output and log-sum-exp so far in the form of the forward kernel."""
-    more = x.q.shape[3] - lse.shape[-1]
-    kernel_lse = _with_query_constant(config, x, flat_heads(lengthen(lse, more, axis=3)) * LOG2E, 0, -1)
-    return merge_heads(lengthen(out, more, axis=3)), kernel_lse[:, :, None]
+def _kernel_rows(config: KernelConfig, x: Inputs, so_far: Rows) -> tuple:
+    """The results so far in the form of the forward kernel."""
+    more, constant = x.q.shape[3] - so_far.lse.shape[-1], config.bias.of_queries(config, x, 0)
+    numbers = (flat_heads(lengthen(each, more, axis=3)) for each in (so_far.subtracted, so_far.rest * LOG2E))
+    lse = _plus(*numbers, None if constant is None else -constant)
+    return merge_heads(lengthen(so_far.out, more, axis=3)), jnp.stack(lse, axis=2)
+
+
+def _plus(lse, rest, constant) -> tuple:
+    """A log-sum-exp in two numbers, as in ``Rows``, plus the constant that the bias adds to all logits of a query."""
+    if constant is None:
+        return lse, rest
+    total, lost = rounded_sum(lse, constant)
+    return total, jnp.where(jnp.isneginf(lse), 0, rest + lost)
 
 
 def row_sums(a, b, dtype, interpret=False):
-    """``posjax.attention.operands.row_sums`` by a kernel, in float32."""
+    """``posjax.attention.rows.row_sums`` by a kernel, in float32."""
     heads, queries = a.shape[1:3], a.shape[3]
     arrays = (merge_heads(lengthen(array, -queries % LANES, axis=3)) for array in (a, b))
     found = sequential_vmap(partial(row_sums_of_heads, math.prod(heads), interpret=interpret))(*arrays)
@@ -126,7 +139,8 @@ def _gradients(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tup
     """The results of the backward kernel, and cotangents of its inputs, 0 except for the bias."""
     d_out, *rows = lengthened_rows(per_query, x.q.shape[3])
     lse, correction, d_lse = map(flat_heads, rows)
-    lse = _with_query_constant(config, x, lse * LOG2E, 1, -1)
+    constant = config.bias.of_queries(config, x, 1)
+    lse = lse if constant is None else lse - constant
     kernel_per_query = PerQuery(merge_heads(d_out), lse[:, :, None], correction[:, :, None])
     found = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, kernel_per_query, so_far)
     zeros = jax.tree.map(no_gradient, x)
@@ -260,9 +274,3 @@ def _bound(x: Operands, k, most):
     of_heads = jnp.repeat(longest, x.q.shape[2], axis=1)
     most = jnp.broadcast_to(most[:, None], (*of_heads.shape[:2], 1))
     return jax.lax.stop_gradient(jnp.concatenate([of_heads, most], -1))[:, :, None]
-
-
-def _with_query_constant(config: KernelConfig, x: Inputs, numbers, side: int, sign: int):
-    """Numbers of the queries, plus (``sign`` 1) or minus the constant that the bias adds to all logits of a query."""
-    constant = config.bias.of_queries(config, x, side)
-    return numbers if constant is None else numbers + sign * constant

@@ -4,8 +4,8 @@ For a block of queries it computes, over the tiles of its list,
 
     S = Q K^T + bias,   m' = max(m, rowmax S),   P = 2^(S - m'),   l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P V
 
-and at the end ``O / l`` and ``L = m + log2 l`` (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv
-2205.14135). Logits are in base 2: ``log2 e`` is part of the queries' scale and of the bias.
+and at the end ``O / l`` and ``L = m + log2 l``, in two numbers (Milakov and Gimelshein, arXiv 1805.02867; Dao et al.,
+arXiv 2205.14135). Logits are in base 2: ``log2 e`` is part of the queries' scale and of the bias.
 
     queries   . . . . . .      . . . . . .      . . . . . .        a row of tiles is finished before the next starts;
               # # m . . .  ->  # # m . . .  ->  # # m . . .        while ``x`` is computed, ``o``, the next tile of the
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from posjax._numbers import rounded_sum
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.call import Inputs, KernelConfig, product, times_factor, work
@@ -32,8 +33,8 @@ from posjax.attention.tpu.forward_dma import ForwardSums, QueryRow, arrays_of, s
 from posjax.attention.tpu.terms import LANES, PIECES, SUBLANES
 from posjax.attention.tpu.tile_lists import tile_of
 
-LOWEST = -1e30
-"""Initial running maximum: below every real logit but finite, so that a row without keys needs no special case."""
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""Initial running maximum: no finite logit is below it, so that a row without keys needs no special case."""
 
 _UP_BY = 2.0**-7
 """Twice the largest relative error of rounding to bfloat16."""
@@ -47,8 +48,9 @@ SMALLEST = 2.0**-100
 def forward(config: KernelConfig, x: Inputs, so_far: tuple | None = None):
     """Output in the layout of ``merge_heads``, and base-2 log-sum-exp without the bias's constant of each query.
 
-    The log-sum-exp is float32, ``[batch, heads, 1, queries]``. With ``so_far``, output (float32 too) and log-sum-exp of
-    other keys, the results are merged into these, in place.
+    The log-sum-exp is float32, ``[batch, heads, 2, queries]``: rounded, and what rounding lost (see
+    ``posjax.attention.rows``). With ``so_far``, output (float32 too) and log-sum-exp of other keys, the results are
+    merged into these, in place.
     """
     (batch, _, _, queries, _), heads, size = x.q.shape, config.heads, config.value_size
     tiling, arrays = config.tilings[0], arrays_of(config, x, so_far)
@@ -58,7 +60,7 @@ def forward(config: KernelConfig, x: Inputs, so_far: tuple | None = None):
         (batch, heads, queries, size) if size % LANES else (batch, 1, queries, heads * size),
         x.v.dtype if so_far is None else jnp.float32,
     )
-    lse = shape((batch, heads, 1, queries), jnp.float32)
+    lse = shape((batch, heads, 2, queries), jnp.float32)
     return pl.pallas_call(
         partial(_kernel, config),
         grid=(batch, heads, tiling.rows),
@@ -171,15 +173,15 @@ def _resume(row: QueryRow, *, bounded: bool) -> None:
     """
     if row.x.lse is None:
         return
-    sums, lse = row.sums, row.x.lse[...]
-    seen = lse > LOWEST
+    sums, lse, rest = row.sums, row.x.lse[:1], row.x.lse[1:]
+    seen = lse > -jnp.inf
     top = jnp.where(seen, lse, LOWEST)
     if bounded:
         top = jnp.where(row.count > 0, _rounded_up(jnp.maximum(sums.tops[...], top)), top)
         sums.tops[...] = top
     else:
         sums.highest[...] = terms.column(top)
-    weight = terms.column(jnp.where(seen, jnp.exp2(lse - top), 0.0))
+    weight = terms.column(jnp.where(seen, jnp.exp2(lse - top + rest), 0.0))
     lane = jax.lax.broadcasted_iota(jnp.int32, weight.shape, 1)
     sums.total[...] = jnp.where(lane == 0, weight, 0.0)
     sums.out[...] = row.x.out[...] * _wide(weight, sums.out.shape[1])
@@ -329,6 +331,7 @@ def _finish(row: QueryRow, out_ref, lse_ref) -> None:
     seen = total > 0
     total = jnp.where(seen, total, 1)
     out_ref[...] = (sums.out[...] * _wide(terms.column(1 / total), sums.out.shape[1])).astype(out_ref.dtype)
-    lse_ref[...] = jnp.where(seen, sums.tops[...] + jnp.log2(total), -jnp.inf)
+    lse, rest = rounded_sum(sums.tops[...], jnp.log2(total))
+    lse_ref[...] = jnp.concatenate([jnp.where(seen, lse, -jnp.inf), rest], axis=0)
     # Here, next to the transpositions above, the stores cost no time.
     _clear(sums)

@@ -1,0 +1,201 @@
+"""Log-sum-exps that one float32 cannot hold: additive masks, large logits, sinks; and queries that see nothing.
+
+The oracle is softmax in float64 over the logits that float32 gives. Under a mask of -1e9 these are -1e9 for every key,
+so a query whose keys all have it takes the mean of their values, as in transformers.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention.test_parts import on_tpu
+from attention.tiles import in_tiles
+
+import posjax as pj
+from posjax.attention.api import finished
+from posjax.attention.backends import DENSE
+from posjax.attention.operands import Operands
+from posjax.attention.operation import attend_here
+from posjax.attention.rows import merged
+from posjax.attention.sharded import Placement, context_attention
+from posjax.bias import T5, array_bias
+from posjax.masks import Causal, Segments
+from posjax.positions import Range
+
+TOKENS, SIZE = 200, 8
+NEAR = 4
+"""T5's table has a row for every distance below this, then logarithmic ones."""
+SPEC = T5(num_buckets=2 * NEAR, max_distance=4 * TOKENS)
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def inputs(tokens: int = TOKENS) -> dict[str, np.ndarray]:
+    """Small whole numbers, whose products float32 adds up exactly in any order."""
+    draw = np.random.default_rng(0)
+    q, k, v, d_out = (draw.integers(-2, 3, (1, tokens, 1, SIZE)).astype(np.float32) for _ in range(4))
+    return {"q": q, "k": k, "v": v, "d_out": d_out, "d_lse": draw.normal(size=(1, tokens, 1)).astype(np.float32)}
+
+
+def oracle(made: dict, bias: np.ndarray, seen: np.ndarray) -> tuple:
+    """Output, log-sum-exp, and the gradients of q, k, v and of the bias of every pair, ``[queries, keys]``."""
+    q, k, v, d_out = (made[name][0, :, 0].astype(np.float64) for name in ("q", "k", "v", "d_out"))
+    z = np.where(seen, np.float32(q @ k.T) + bias.astype(np.float32), -np.inf).astype(np.float64)
+    highest = z.max(-1, keepdims=True)
+    weights = np.exp(z - highest)
+    total = weights.sum(-1, keepdims=True)
+    weights /= total
+    out = weights @ v
+    d_z = weights * (d_out @ v.T - (d_out * out).sum(-1, keepdims=True) + made["d_lse"][0])
+    return out, (highest + np.log(total))[:, 0], (d_z @ k, d_z.T @ q, weights.T @ d_out, d_z)
+
+
+def gradients(run, made: dict, bias) -> tuple:
+    """Output, log-sum-exp, and the gradients of q, k, v and the bias."""
+
+    def whole(q, k, v, bias):
+        results, transpose = jax.vjp(run, q, k, v, bias)
+        return results, transpose((made["d_out"], made["d_lse"]))
+
+    (out, lse), found = jax.device_get(jax.jit(whole)(made["q"], made["k"], made["v"], bias))
+    return out[0, :, 0], lse[0, :, 0], (*(each[0, :, 0] for each in found[:3]), found[3])
+
+
+def close(got: tuple, want: tuple) -> None:
+    (out, lse, of_inputs), (want_out, want_lse, want_inputs) = got, want
+    # The kernels for TPUs have logits in base 2, where the lowest float32 is that times ln 2.
+    least = LOWEST * np.log(2)
+    np.testing.assert_allclose(np.maximum(lse, least), np.maximum(want_lse, least), rtol=2e-6, atol=2e-5)
+    for one, other in zip((out, *of_inputs), (want_out, *want_inputs), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max())
+
+
+def on_operands(backend):
+    """A backend as a function of q, k, v and T5's table, causal."""
+
+    def run(q, k, v, table):
+        places = Range(0, TOKENS), Range(0, TOKENS)
+        bias = SPEC.bind({"table": table}, num_heads=1)
+        q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
+        return finished(backend(Operands(q[:, :, None], k, v, bias, Causal(), *places)), None, True)
+
+    return run
+
+
+def ring(q, k, v, table):
+    """Four devices in a ring."""
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+
+    def run(q, k, v, table):
+        bias = SPEC.bind({"table": table}, num_heads=1)
+        options = {"bias": bias, "mask": Causal(), "scale": 1.0, "return_residuals": True}
+        return context_attention(q, k, v, placement=Placement(context="context", strategy="ring"), **options)
+
+    tokens = jax.sharding.PartitionSpec(None, "context")
+    specs = (tokens, tokens, tokens, jax.sharding.PartitionSpec())
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=tokens)(q, k, v, table)
+
+
+BACKENDS = {
+    "dense": on_operands(lambda x: DENSE.forward(x, 1.0)),
+    "blockwise": on_operands(lambda x: in_tiles(x, 64, 96)),
+    "tpu": on_operands(lambda x: attend_here(on_tpu("TPU v5 lite", False), x, 1.0)),
+    "tpu with a bound": on_operands(lambda x: attend_here(on_tpu("TPU v6 lite", True), x, 1.0)),
+    "ring": ring,
+}
+
+
+@pytest.mark.parametrize("rows", ["all rows", "the first rows"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_rows_under_an_additive_mask_have_the_gradients_of_a_mean(name, rows):
+    """The mask is T5's table: all of it, or its entries of near keys, the only ones that the first queries see."""
+    made = inputs()
+    distance = np.arange(TOKENS)[:, None] - np.arange(TOKENS)
+    identity = SPEC.bind({"table": np.arange(2.0 * NEAR)[:, None]}, num_heads=1)
+    bucket = np.asarray(identity.values(np.arange(TOKENS), np.arange(TOKENS)))[0].astype(int)
+    for fill in (-1e9, -1e30, LOWEST):
+        table = np.linspace(-2, 2, 2 * NEAR, dtype=np.float32)[:, None]
+        table[: None if rows == "all rows" else NEAR] = fill
+        out, lse, (*wanted, d_bias) = oracle(made, table[bucket, 0], distance >= 0)
+        d_table = np.array([[d_bias[(bucket == n) & (distance >= 0)].sum()] for n in range(2 * NEAR)])
+        close(gradients(BACKENDS[name], made, jnp.asarray(table)), (out, lse, (*wanted, d_table)))
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+def test_additive_masks_and_large_logits_as_arrays(implementation):
+    """Whole rows and parts of rows of two tiles along each axis, without a mask of their own."""
+    tokens = 520
+    made, whole, some = inputs(tokens), slice(0, 5), slice(5, 9)
+
+    def run(q, k, v, bias):
+        return pj.attention(q, k, v, bias=bias, scale=1.0, implementation=implementation, return_residuals=True)
+
+    for fill in (-1e6, -1e9, -1e30, LOWEST, 1e6, 1e30):
+        bias = np.zeros((tokens, tokens), np.float32)
+        bias[whole] = bias[some, 3:] = fill
+        close(gradients(run, made, jnp.asarray(bias)), oracle(made, bias, np.True_))
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+def test_a_sink_as_large_as_the_logits_takes_its_share(implementation):
+    """Three keys and a sink of logit 1e6 each: every one has a quarter of the weight."""
+    zeros, v = jnp.zeros((1, 3, 1, 4)), jnp.arange(12.0).reshape(1, 3, 1, 4)
+
+    def total(sink, v):
+        found = pj.attention(zeros, zeros, v, bias=jnp.full((3, 3), 1e6), sinks=sink, implementation=implementation)
+        return found.sum()
+
+    found, (d_sink, d_v) = jax.value_and_grad(total, (0, 1))(jnp.array([1e6]), v)
+    np.testing.assert_allclose(found, 3 * 66 / 4, rtol=1e-6)
+    np.testing.assert_allclose(d_sink, [-3 * 66 / 4 / 4], rtol=1e-6)
+    np.testing.assert_allclose(d_v, np.full(v.shape, 3 / 4), rtol=1e-6)
+
+
+IDS = np.where(np.arange(TOKENS) < 150, np.arange(TOKENS) // 80, -1).astype(np.int32)[None]
+
+
+@pytest.mark.parametrize("sinks", [None, np.zeros(1, np.float32)], ids=["", "sinks"])
+@pytest.mark.parametrize("implementation", ["dense", "blockwise", "tpu", "cope"])
+def test_a_nan_in_the_gradient_of_padding_reaches_nothing(implementation, sinks):
+    """As from ``o / norm(o)``, whose gradient at the output 0 of a padded query is NaN."""
+    made, learned = inputs(), {} if sinks is None else {"sinks": sinks}
+    cope = pj.bias.CoPE(4).bind({"table": np.ones((4, SIZE), np.float32)}, num_heads=1)
+
+    def run(q, k, v, sinks=None):
+        options = {"mask": Causal() & Segments(IDS), "scale": 1.0, "sinks": sinks}
+        if implementation == "cope":
+            return pj.attention(q, k, v, bias=cope, **options)
+        if implementation != "tpu":
+            return pj.attention(q, k, v, implementation=implementation, **options)
+        places = Range(0, TOKENS), Range(0, TOKENS)
+        q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
+        x = Operands(q[:, :, None], k, v, None, options["mask"], *places)
+        return finished(attend_here(on_tpu("TPU v5 lite", False), x, 1.0), sinks, False)
+
+    def found(d_out):
+        return jax.vjp(lambda arrays: run(**arrays), {name: made[name] for name in "qkv"} | learned)[1](d_out)[0]
+
+    poisoned = np.where((IDS < 0)[..., None, None], np.nan, made["d_out"])
+    clean = np.where((IDS < 0)[..., None, None], 0, made["d_out"])
+    both = jax.device_get(jax.jit(lambda *each: tuple(map(found, each)))(poisoned, clean))
+    chex.assert_trees_all_equal(*both)
+
+
+def test_two_parts_of_the_keys_merge_into_the_attention_over_all():
+    """Also where both log-sum-exps round to the same number, and where a query sees no key of one part or of both."""
+    draw = np.random.default_rng(7)
+    logits, values = draw.normal(size=(5, 7)).astype(np.float32), draw.normal(size=(7, 2)).astype(np.float32)
+    logits[1, :4] = logits[2] = -np.inf
+    logits[3], logits[4] = -1e30, 1e9
+
+    def part(where):
+        bias, v = jnp.asarray(logits[:, where])[None], jnp.asarray(values[where])[None, None]
+        places = Range(0, 5), Range(0, v.shape[2])
+        x = Operands(jnp.zeros((1, 1, 1, 5, 2)), jnp.zeros_like(v), v, array_bias(bias), None, *places)
+        return DENSE.forward(x, 1.0)
+
+    got, want = merged(part(slice(0, 4)), part(slice(4, 7))), part(slice(0, 7))
+    chex.assert_trees_all_close(got.out, want.out, rtol=1e-5)
+    np.testing.assert_allclose(got.lse, want.lse, rtol=1e-6)
+    of_large = np.s_[0, 0, 0, 3:]  # what float32 cannot hold beside -1e30 and 1e9: the logarithm of seven keys
+    np.testing.assert_allclose(got.rest[of_large], np.log([7, 7]), rtol=1e-6)
