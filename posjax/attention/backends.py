@@ -44,7 +44,7 @@ class Backend:
 
     def per_query_of(self, rows: Rows, cotangents: Rows) -> PerQuery:
         """The input of the backward pass for each query, from the results and their cotangents."""
-        return per_query_of(rows, cotangents)
+        return per_query_of(rows, rows.lse, cotangents)
 
     def backward(self, x: Operands, scale: Any, per_query: PerQuery, *, of_bias: bool) -> tuple[Operands, Any]:
         """Cotangents of operands and scale; without ``of_bias`` the cotangent of the bias may be 0."""
@@ -87,7 +87,7 @@ class TPU:
     def per_query_of(self, rows, cotangents):
         """See ``Backend.per_query_of``."""
         summed = partial(entry.row_sums, interpret=self.options.interpret)
-        return per_query_of(rows, cotangents, base=2, summed=summed)
+        return per_query_of(rows, rows.subtracted, cotangents, summed)
 
     def backward(self, x, scale, per_query, *, of_bias):
         """See ``Backend.backward``."""

@@ -4,7 +4,6 @@ The log-sum-exp ``L`` of a query is kept in two numbers, whose sum holds what on
 of 16 keys under an additive mask, rounds to -1e30, and weights ``exp(z - L)`` would be 1 in place of 1/16.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,8 +25,8 @@ class Rows(NamedTuple):
         out: the output; exactly 0 for a query that sees no key.
         lse: the log-sum-exp ``L``, rounded; minus infinity for a query that sees no key.
         rest: ``L - lse``, what rounding lost. It has no gradient: that of ``L`` is the gradient of ``lse``.
-        subtracted: ``lse`` in the base of the backend's logits, which its backward pass subtracts from them. The
-            kernels for TPUs have logits in base 2; a large number would not survive the way to base e and back.
+        subtracted: ``lse`` in base 2, if a kernel for TPUs computed it, else ``lse``. The backward kernel subtracts it
+            from its logits: a large number would not survive the way to base e and back. It has no gradient.
     """
 
     out: Float[Array, "batch kv_heads group queries value_size"]
@@ -44,8 +43,8 @@ class PerQuery(NamedTuple):
 
     Args:
         d_out: the gradient of the query's output, times ``exp(-rest)``; 0 for a query that sees no key.
-        lse: ``Rows.subtracted``; infinity, which makes its weights 0, if the query sees no key. In a kernel, the
-            constant that the bias adds to all logits of the query is subtracted.
+        lse: the log-sum-exp, in a kernel ``Rows.subtracted`` without the constant that the bias adds to all logits of
+            the query; infinity, which makes its weights 0, if the query sees no key.
         correction: ``D = sum(dO * O) - dL``, where ``dL`` is the gradient of the log-sum-exp, times ``exp(-rest)``.
         d_lse: ``dL``, the sum of the gradients of all logits of the query; 0 if ``dL`` is counted with another part of
             the keys, and None within a kernel.
@@ -69,7 +68,7 @@ def finished(out: Array, highest: Array, total: Array, dtype) -> Rows:
     out = jnp.where(blind[..., None], 0, out).astype(dtype)
     lse, rest = rounded_sum(jnp.where(blind, 0, highest), jnp.log(jnp.where(blind, 1, total)))
     lse = jnp.where(blind, -jnp.inf, lse)
-    return Rows(out, lse, jax.lax.stop_gradient(rest), lse)
+    return Rows(out, lse, *map(jax.lax.stop_gradient, (rest, lse)))
 
 
 def merged(first: Rows, second: Rows) -> Rows:
@@ -88,25 +87,23 @@ def row_sums(a: Array, b: Array, dtype) -> Array:
     return (a.astype(dtype) * b.astype(dtype)).sum(-1)
 
 
-def per_query_of(
-    rows: Rows, cotangents: Rows, *, base: float = math.e, summed: Callable[..., Array] = row_sums
-) -> PerQuery:
+def per_query_of(rows: Rows, lse: Array, cotangents: Rows, summed: Callable[..., Array] = row_sums) -> PerQuery:
     """``PerQuery`` from the results and their cotangents.
 
     A query that sees no key has a constant output: its cotangents may be NaN and are replaced by 0.
 
     Args:
         rows: the results.
-        cotangents: the cotangents; that of ``subtracted`` is 0 unless gradients are differentiated again.
-        base: the base of the backend's logits.
+        lse: those of their log-sum-exps that are in the base of the backend's logits.
+        cotangents: the cotangents; only those of ``out`` and ``lse`` are read.
         summed: an implementation of ``row_sums``.
     """
-    blind, factor = jnp.isneginf(rows.subtracted), jnp.exp(-rows.rest)
+    blind, factor = jnp.isneginf(lse), jnp.exp(-rows.rest)
     d_out = cotangents.out.astype(factor.dtype) * factor[..., None]
     d_out = jnp.where(blind[..., None], 0, d_out).astype(cotangents.out.dtype)
-    d_lse = jnp.where(blind, 0, cotangents.lse + cotangents.subtracted / math.log(base))
+    d_lse = jnp.where(blind, 0, cotangents.lse)
     correction = summed(d_out, rows.out, factor.dtype) - factor * d_lse
-    return PerQuery(d_out, jnp.where(blind, jnp.inf, rows.subtracted), correction, d_lse)
+    return PerQuery(d_out, jnp.where(blind, jnp.inf, lse), correction, d_lse)
 
 
 def named(rows: Sequence[Array]) -> Rows:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import posjax as pj
 from posjax.attention import api, attention, cudnn
 from posjax.attention.backends import Backend
+from posjax.attention.rows import Rows
 from posjax.attention.sharded import Placement
 from posjax.attention.tpu import entry
 from posjax.bias import FIRE, T5, ALiBi, CoPE, Kerple, Sandwich
@@ -101,7 +102,7 @@ def test_if_asked_for_the_kernel_runs_even_for_a_few_tokens():
 def test_dense_is_the_default_while_all_logits_are_a_tile(monkeypatch, shape, dense):
     """At most 2^21 logits over all rows and heads, and 512 x 512 per head."""
     taken = []
-    monkeypatch.setitem(api.BACKENDS, "dense", Backend(lambda x: taken.append(x) or (x.q, x.q[..., 0]), None))
+    monkeypatch.setitem(api.BACKENDS, "dense", Backend(lambda x: taken.append(x) or Rows(x.q), None))
     rows, queries, keys, heads = shape
     q, k = (jax.ShapeDtypeStruct((rows, tokens, heads, 4), jnp.float32) for tokens in (queries, keys))
     traced(attention, q, k, k)
@@ -209,7 +210,7 @@ def test_queries_are_rounded_once_for_the_kernel(monkeypatch, pick, scale):
 
     def attend(x, options):
         factors.append(options.factor)
-        return pick(x), pick(x)[..., 0].astype(jnp.float32)
+        return Rows(pick(x), *[pick(x)[..., 0].astype(jnp.float32)] * 3)
 
     monkeypatch.setattr(entry, "attend", attend)
     q, k, v = inputs(1, 20, jnp.bfloat16)
