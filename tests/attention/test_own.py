@@ -56,7 +56,7 @@ def operands(bias=None, mask=None, tokens=TOKENS, **changes):
 
 def tiled(bias, mask):
     """``blockwise`` in tiles that do not divide the rows evenly, as ``[batch, tokens, heads, size]``."""
-    out, _ = in_tiles(operands(bias, mask), 16, 8)
+    out = in_tiles(operands(bias, mask), 16, 8).out
     return jnp.moveaxis(out[:, :, 0], 1, 2)
 
 

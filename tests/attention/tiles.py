@@ -6,6 +6,7 @@ from posjax.attention.backends import Backend
 from posjax.attention.blockwise import Blocks, blockwise, blockwise_gradients
 from posjax.attention.operands import Operands
 from posjax.attention.operation import Backends, attend
+from posjax.attention.rows import Rows
 
 
 def of_tiles(*blocks: int) -> Backend:
@@ -13,6 +14,6 @@ def of_tiles(*blocks: int) -> Backend:
     return Backend(*(partial(each, blocks=Blocks(*blocks)) for each in (blockwise, blockwise_gradients)))
 
 
-def in_tiles(x: Operands, *blocks: int) -> tuple:
+def in_tiles(x: Operands, *blocks: int) -> Rows:
     """``blockwise`` of operands whose queries are scaled already."""
     return attend(Backends(of_tiles(*blocks)), x, 1.0)
