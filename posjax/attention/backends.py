@@ -18,7 +18,7 @@ from posjax._numbers import is_number
 from posjax.attention.blockwise import blockwise, blockwise_gradients
 from posjax.attention.dense import dense, dense_gradients
 from posjax.attention.operands import Operands, statistics_dtype, vary_alike
-from posjax.attention.rows import PerQuery, Rows, merged, per_query_of
+from posjax.attention.rows import PerQuery, Rows, merged, per_query_of, plain_per_query_of
 from posjax.attention.tpu import entry
 
 
@@ -42,7 +42,7 @@ class Backend:
         """The results over the keys so far and the keys of ``x``, in the dtype of the statistics."""
         return merged(so_far, self.forward(x, scale))
 
-    def per_query_of(self, rows: Rows, cotangents: Rows) -> PerQuery:
+    def per_query_of(self, x: Operands, rows: Rows, cotangents: Rows) -> PerQuery:
         """The input of the backward pass for each query, from the results and their cotangents."""
         return per_query_of(rows, rows.lse, cotangents)
 
@@ -84,10 +84,12 @@ class TPU:
         """See ``Backend.merge``."""
         return entry.attend(*self._ready(x, scale), so_far)
 
-    def per_query_of(self, rows, cotangents):
+    def per_query_of(self, x, rows, cotangents):
         """See ``Backend.per_query_of``."""
         summed = partial(entry.row_sums, interpret=self.options.interpret)
-        return per_query_of(rows, rows.subtracted, cotangents, summed)
+        # Without need, a factor of 1 would cost a pass over the cotangents in memory.
+        function = plain_per_query_of if entry.is_plain(x) else per_query_of
+        return function(rows, rows.subtracted, cotangents, summed)
 
     def backward(self, x, scale, per_query, *, of_bias):
         """See ``Backend.backward``."""

@@ -77,7 +77,7 @@ def _forward_here(static, x, scale):
 def _backward_here(static, saved: _SavedHere, cotangents):
     (backend, number), x, scale, rows = static, saved.x, saved.scale, saved.rows
     materialized = [like_zeros(c.shape, c.dtype, rows.out) if isinstance(c, SymbolicZero) else c for c in cotangents]
-    per_query = backend.per_query_of(rows, Rows(*materialized))
+    per_query = backend.per_query_of(x, rows, Rows(*materialized))
     d_x, d_scale = backend.backward(x, number if scale is None else scale, per_query, of_bias=saved.of_bias)
     return d_x, None if scale is None else d_scale
 
@@ -91,12 +91,11 @@ def merge(backends: Backends, x: Operands, scale: Any, so_far: Rows) -> Rows:
     return Rows(*run(_OfPart(backends, "merge", form, tuple(range(-len(so_far), 0))), *arrays))
 
 
-def per_query_of(backends: Backends, rows: Rows, cotangents: Rows) -> PerQuery:
+def per_query_of(backends: Backends, x: Operands, rows: Rows, cotangents: Rows) -> PerQuery:
     """The input of the backward pass of a part of the keys, from the results and their cotangents."""
-    form, arrays = Form.of((rows, cotangents))
-    of_query = Rows._fields.index("lse")
-    alike = len(rows), of_query, of_query, of_query
-    return PerQuery(*run(_OfPart(backends, "per_query_of", form, alike), *arrays))
+    form, arrays = Form.of((x, rows, cotangents), unique=has_own(x))
+    of_out, of_lse = (Rows._fields.index(name) - len(rows) for name in ("out", "lse"))
+    return PerQuery(*run(_OfPart(backends, "per_query_of", form, (of_out, of_lse, of_lse, of_lse)), *arrays))
 
 
 def add(backends: Backends, x: Operands, scale: Any, per_query: PerQuery, so_far: Operands) -> Operands:
@@ -171,7 +170,7 @@ class _Backward(Lowered):
         backend, (x, scale) = self.forward.backends.of(platform), form.filled(primals)
         wanted, _ = form.filled(self.which)
         with form.as_set():
-            per_query = backend.per_query_of(rows, cotangents)
+            per_query = backend.per_query_of(x, rows, cotangents)
             found = backend.backward(x, scale, per_query, of_bias=_of_bias(wanted))
         return [x for selected, x in zip(self.which, form.taken(found), strict=True) if selected]
 

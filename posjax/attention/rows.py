@@ -90,20 +90,27 @@ def row_sums(a: Array, b: Array, dtype) -> Array:
 def per_query_of(rows: Rows, lse: Array, cotangents: Rows, summed: Callable[..., Array] = row_sums) -> PerQuery:
     """``PerQuery`` from the results and their cotangents.
 
-    A query that sees no key has a constant output: its cotangents may be NaN and are replaced by 0.
-
     Args:
         rows: the results.
         lse: those of their log-sum-exps that are in the base of the backend's logits.
-        cotangents: the cotangents; only those of ``out`` and ``lse`` are read.
+        cotangents: the cotangents; only those of ``out`` and ``lse`` are read. A query that sees no key has a constant
+            output: its cotangents may be NaN and are replaced by 0.
         summed: an implementation of ``row_sums``.
     """
-    blind, factor = jnp.isneginf(lse), jnp.exp(-rows.rest)
-    d_out = cotangents.out.astype(factor.dtype) * factor[..., None]
-    d_out = jnp.where(blind[..., None], 0, d_out).astype(cotangents.out.dtype)
+    factor = jnp.exp(-rows.rest)[..., None]
+    d_out = jnp.where(jnp.isneginf(lse)[..., None], 0, cotangents.out.astype(factor.dtype) * factor)
+    cotangents = cotangents._replace(out=d_out.astype(cotangents.out.dtype))
+    return plain_per_query_of(rows, lse, cotangents, summed, factor[..., 0])
+
+
+def plain_per_query_of(
+    rows: Rows, lse: Array, cotangents: Rows, summed: Callable[..., Array], factor: Array | float = 1.0
+) -> PerQuery:
+    """``per_query_of`` where the cotangents of outputs stay as they are: multiplied by ``exp(-rest)``, or almost 1."""
+    blind = jnp.isneginf(lse)
     d_lse = jnp.where(blind, 0, cotangents.lse)
-    correction = summed(d_out, rows.out, factor.dtype) - factor * d_lse
-    return PerQuery(d_out, jnp.where(blind, jnp.inf, lse), correction, d_lse)
+    correction = summed(cotangents.out, rows.out, lse.dtype) - factor * d_lse
+    return PerQuery(cotangents.out, jnp.where(blind, jnp.inf, lse), correction, d_lse)
 
 
 def named(rows: Sequence[Array]) -> Rows:

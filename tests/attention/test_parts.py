@@ -136,7 +136,8 @@ def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, bias, size):
     floats = {name: jnp.asarray(made[name]) for name in ("q", "k", "v", *learned)}
 
     def run(floats):
-        per_query = backend.per_query_of(in_base_of(backend, rows), cotangents(made, rows))
+        x = operands(floats, IDS, 0)
+        per_query = backend.per_query_of(x, in_base_of(backend, rows), cotangents(made, rows))
         found, sums = [], None
         for n, part in enumerate(halves(floats)):
             x, transpose = jax.vjp(lambda own, part=part: operands(own, *part[1:]), part[0])

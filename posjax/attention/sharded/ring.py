@@ -407,7 +407,7 @@ def _per_query(config: RingConfig, half: _Half, rows: Rows, cotangents: Rows) ->
     """The input of the backward pass for each query, with packed gradients of outputs."""
     materialized = [like_zeros(c.shape, c.dtype, rows.out) if isinstance(c, SymbolicZero) else c for c in cotangents]
     unpacked = [each._replace(out=half.outputs.unpacked(each.out)) for each in (rows, Rows(*materialized))]
-    found = per_query_of(config.backends, *unpacked)
+    found = per_query_of(config.backends, half.own.x, *unpacked)
     return found._replace(d_out=half.outputs.packed(found.d_out))
 
 

@@ -18,14 +18,14 @@ from posjax.attention.padding import lengthen, lengthened_rows, pad
 from posjax.attention.rows import PerQuery, Rows
 from posjax.attention.tiles import Blocks, plan_tiles
 from posjax.attention.tpu.backward import backward
-from posjax.attention.tpu.biases import ByDistance, form_of
+from posjax.attention.tpu.biases import ByDistance, Gates, KernelBias, LinearInKey, form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig, Tiling
 from posjax.attention.tpu.correction import row_sums_of_heads
 from posjax.attention.tpu.forward import forward
 from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal
 from posjax.attention.tpu.tile_lists import lists
-from posjax.masks import traced_sizes
+from posjax.masks import And, Causal, Chunked, Mask, Segments, Window, traced_sizes
 from posjax.positions import Range
 
 
@@ -173,6 +173,23 @@ def refusal(x: Operands) -> str | None:
             f"{type(x.bias).__name__} is neither a number for each key nor a function of distance only; use 'blockwise'"
         )
     return form.refusal(x)
+
+
+def is_plain(x: Operands) -> bool:
+    """Whether the results of a call need no care before its backward pass: see ``posjax.attention.rows.per_query_of``.
+
+    Every query sees itself, and its bias is 0 there (ALiBi, FoX) or there is none. So log-sum-exps are not far below
+    the scores, which no additive mask hides.
+    """
+    same = isinstance(x.q_positions, Range) and x.q_positions.is_static and x.q_positions == x.kv_positions
+    return same and form_of(x) in (KernelBias, LinearInKey, Gates) and not x.remap and _sees_itself(x.mask)
+
+
+def _sees_itself(mask: Mask | None) -> bool:
+    """Whether a mask is known to allow every token to see itself. Padding that is finite counts as a token."""
+    if isinstance(mask, And):
+        return all(map(_sees_itself, mask.parts))
+    return mask is None or isinstance(mask, Causal | Window | Chunked) or (isinstance(mask, Segments) and mask.finite)
 
 
 def needs_ranges(x: Operands) -> bool:
