@@ -75,7 +75,7 @@ def report(left_out: LeftOut, files: int, bad_records: float, log: Callable[[str
         )
     log(f"{counts} and left out")
     for path, found in list(left_out.bad.items())[:_NAMED_FILES]:
-        log(f"data: {path}: {found.count:,} bad records: {_listed(found.first, found.count, '; ')}")
+        log(f"data: {path}: {found.count:,} bad: {_listed(found.first, found.count, '; ')}")
 
 
 def named_bad(left_out: LeftOut) -> str:

@@ -9,15 +9,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from train.data.storage import is_url, open_url, optional
+from train.data.storage import HEAD_BYTES, POINTER, is_pointer, is_url, open_url, optional
 from train.runtime.lines import in_a_line
 
 _CHUNK_BYTES = 2**20
 _RECORDS = 1024  # read at a time, where a format has records
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_HEAD_BYTES = 64  # enough to recognise a file
 
 
 class CorruptFile(Exception):
@@ -53,8 +52,12 @@ def texts(path: str, text_key: str) -> Iterator[Record]:
             yield from read(file, path, text_key)
     except CorruptFile:
         with system.open(name, "rb") as file:  # anew, since not every file at a URL can go back to its start
-            _refuse_pointer(file.read(_HEAD_BYTES))
+            _refuse_pointer(file.read(HEAD_BYTES))
         raise
+    except FileNotFoundError:
+        if is_url(path) or not Path(name).is_symlink():
+            raise
+        raise CorruptFile("a link that leads nowhere") from None
 
 
 def is_readable(path: str) -> bool:
@@ -86,7 +89,7 @@ def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
     """The UTF-8 of a file, decompressed if its name says that it is compressed; without a byte order mark."""
     chunks = _unpacked(file, path)
     first = b""
-    while len(first) < _HEAD_BYTES and (chunk := next(chunks, b"")):
+    while len(first) < HEAD_BYTES and (chunk := next(chunks, b"")):
         first += chunk
     _refuse_pointer(first)
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -96,8 +99,8 @@ def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def _refuse_pointer(head: bytes) -> None:
-    if head.startswith(_LFS_POINTER):
-        raise CorruptFile("a pointer of Git LFS, not the file itself; fetch it by: git lfs pull")
+    if is_pointer(head):
+        raise CorruptFile(POINTER)
 
 
 def _unpacked(file: BinaryIO, path: str) -> Iterator[bytes]:

@@ -185,7 +185,7 @@ def test_damaged_files_and_bad_records_are_reported_at_every_start(texts, tmp_pa
     assert [line for line in first[1:] if " shards of piece 0, in " not in line] == second
     assert second[0].startswith(f"data: 1 of 8 files are damaged and left out: {texts}/cut.jsonl.zst (the file ends")
     assert second[1] == "data: 2 of 34 records, in 1 of 8 files, are bad and left out"  # 6 texts, 1 + 27 lines
-    assert second[2].startswith(f"data: {texts}/lines.jsonl: 2 bad records: line 26: not valid JSON")
+    assert second[2].startswith(f"data: {texts}/lines.jsonl: 2 bad: line 26: not valid JSON")
     assert second[2].endswith("; line 27: no text under 'text', found null")
     kept = training_rows(config).tokens + sum(map(len, held_out_documents(config)))
     lines = sum(len(f"line {number} " * number) + 2 for number in range(1, 25))

@@ -239,7 +239,7 @@ def test_bad_records_are_named_counted_and_left_out(tmp_path, name):
     assert documents == {f"{name}:{number}": text for number, text in zip(numbers, GOOD, strict=True)}
     counts, places = lines
     assert counts == f"data: {bad} of {50 + bad} records, in 1 of 1 files, are bad and left out"
-    assert re.fullmatch(rf"data: .*/{name}: {bad} bad records: {reasons}.*", places)
+    assert re.fullmatch(rf"data: .*/{name}: {bad} bad: {reasons}.*", places)
     with pytest.raises(
         ValueError, match=rf"{bad} of {50 + bad} records.*data.bad_records=0.01 .*{name} \({reasons[:7]}"
     ):
@@ -291,4 +291,6 @@ def test_links_are_followed_and_may_lead_nowhere(tmp_path):
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "a.txt").symlink_to(tmp_path / "real.txt")
     (tmp_path / "linked" / "b.txt").symlink_to(tmp_path / "none.txt")
-    assert found(from_files(tmp_path / "linked" / "*.txt")) == {"a.txt": "text"}
+    lines = []
+    assert found(from_files(tmp_path / "linked" / "*.txt"), lines.append) == {"a.txt": "text"}
+    assert re.fullmatch(r"data: 1 of 2 files .* left out: .*/linked/b.txt \(a link that leads nowhere\)", *lines)
