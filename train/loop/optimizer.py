@@ -47,12 +47,13 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
     biases, scalars and what a position scheme learns do not. ``train.learning_rate_factors`` multiply whole updates,
     decay included.
     """
-    chosen = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
+    unclipped = optax.chain(
         _DIRECTIONS[config.optimizer](config, axes),
         optax.add_decayed_weights(config.weight_decay, _map_axes(is_matrix, axes)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
+    # A chain in a chain: the shape of the state in saved checkpoints.
+    chosen = optax.chain(optax.clip_by_global_norm(config.clip_norm), unclipped)
     if config.trainable:
         chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, param_labels(config, axes))
     return scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
