@@ -334,6 +334,8 @@ def test_files_of_which_none_can_be_read(capsys, folder, name, content, message)
         (["data.tokenizer=mine.yaml"], "data.tokenizer must be .*tokenizer.json.*'mine.yaml'"),
         (["data.tokenizer=broken.json"], "data.tokenizer.*broken.json"),
         (["data.tokenizer=broken.model"], "data.tokenizer.*broken.model"),
+        (["data.tokenizer=pointer.json"], "data.tokenizer.*pointer.json.*git lfs pull"),
+        (["data.bad_records=1.5"], "data.bad_records must be from 0 to 1, found 1.5"),
         (["data.packing=best"], "data.packing: unknown value 'best'.*best-fit"),
         (["data.mixture=[{paths: [text/*.txt], weight: -1}]", "data.paths=[]"], "data.mixture.*weight.*-1"),
         (["data.mixture=[{path: text}]", "data.paths=[]"], r"data.mixture\[0\]: unknown key 'path'.*'paths'"),
@@ -345,6 +347,7 @@ def test_files_of_which_none_can_be_read(capsys, folder, name, content, message)
 def test_data(capsys, folder, overrides, message):
     (folder / "broken.json").write_text('{"model": ')
     (folder / "broken.model").write_bytes(b"no model of pieces")
+    (folder / "pointer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     assert re.search(message, refused(capsys, "fit", "mine.yaml", *overrides))
 
 

@@ -8,7 +8,17 @@ from train.config.settings.init import own_tokenizer
 from train.config.typed import plain
 
 # Keys that may change between the start of a run and its resumption without changing any number of the training.
-_FREE_SECTIONS = ("name", "output", "imports", "init.path", "data.cache", "monitor", "evaluate", "compare")
+_FREE_SECTIONS = (
+    "name",
+    "output",
+    "imports",
+    "init.path",
+    "data.cache",
+    "data.bad_records",
+    "monitor",
+    "evaluate",
+    "compare",
+)
 # How a model computes, not what: results are equal up to rounding, and another mesh may need other values.
 _FREE_MODEL = ("model.remat", "model.scan_layers")
 _FREE_SCHEME = ("scheme.label", "scheme.extend", "scheme.stage")

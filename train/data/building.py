@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,9 @@ from train.data.corpus import (
     tokens_name,
 )
 from train.data.index import GONE
-from train.data.readers import CorruptFile, Document
-from train.data.sources import Log, SourceFile, name_hash, no_text, read, report_corrupt, silent
+from train.data.left_out import LeftOut, report
+from train.data.readers import BadRecord, CorruptFile, Document, Record
+from train.data.sources import Log, SourceFile, name_hash, no_text, read, silent
 from train.data.storage import Folder, Scratch
 from train.data.tokenizer import Tokenizer, token_type
 
@@ -31,14 +33,13 @@ SHARD_TOKENS = 2**25  # minimum of a shard, except for the last one of a piece; 
 PIECE_BYTES = 2**26  # of files: a larger file is a piece by itself, smaller ones share a piece
 _GROUP_BYTES = 2**22  # of text that the tokenizer gets at a time
 _AT_ONCE = 32  # small files that are read in parallel
+_HOPELESS = 1000  # bad records; a file that begins with so many is taken to have no good one
 
 
 class Piece(NamedTuple):
-    """Files that are encoded together: one, or several small ones. `first` is its first file's number among all
-    files."""
+    """Files that are encoded together: one, or several small ones."""
 
     number: int
-    first: int
     files: tuple[SourceFile, ...]
 
     @property
@@ -57,10 +58,7 @@ def pieces_of(files: Sequence[SourceFile]) -> list[Piece]:
             room = PIECE_BYTES
         groups[-1].append(file)
         room -= file.size
-    firsts = np.cumsum([0, *map(len, groups)]).tolist()
-    return [
-        Piece(number, first, tuple(group)) for number, (first, group) in enumerate(zip(firsts, groups, strict=False))
-    ]
+    return [Piece(number, tuple(group)) for number, group in enumerate(groups)]
 
 
 def missing(folder: Folder, pieces: Sequence[Piece]) -> list[Piece]:
@@ -69,25 +67,30 @@ def missing(folder: Folder, pieces: Sequence[Piece]) -> list[Piece]:
     return [piece for piece in pieces if _piece_name(piece.number) not in found]
 
 
-def build_piece(piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folder, log: Log = silent) -> None:
+def build_piece(
+    piece: Piece, text_key: str, bad_records: float, tokenizer: Tokenizer, folder: Folder, log: Log = silent
+) -> None:
     """Encodes the documents of a piece into shards of `folder`, and marks the piece as complete at the end.
 
     Shard n of piece p is two files: shard-p-n.tokens, then shard-p-n.npz, with its documents and the offset in the text
-    after it. piece-p.json, written last, has the number of shards and the damaged files. A stopped build resumes after
+    after it. piece-p.json, written last, has the number of shards and what is left out. A stopped build resumes after
     the last shard that has both files. It then writes the same bytes as an uninterrupted build, or another process at
     the same time. `log` gets a line for every full shard.
+
+    Bad records are counted and left out. Raises ValueError if the first 1,000 records of a file are all bad, unless
+    `bad_records` is 1: then most likely the name of the texts is wrong, and reading on would take long.
     """
     if folder.read(_piece_name(piece.number)) is not None:
         return
-    build = _Build(piece, text_key, tokenizer, folder, log)
+    build = _Build(piece, text_key, bad_records, tokenizer, folder, log)
     build.run()
-    about = {"shards": build.shards, "corrupt": build.corrupt}
+    about = {"shards": build.shards, "left_out": build.left_out.dump()}
     folder.write(_piece_name(piece.number), json.dumps(about).encode())
 
 
 def finish(folder: Folder, files: Sequence[SourceFile], kind: np.dtype) -> None:
     """Writes the index, when all pieces are built. It leaves out all documents of damaged files, even those before the
-    damage, which are in the shards.
+    damage, which are in the shards. Whether there are too many bad records is for its readers to decide.
 
     It needs memory for the documents of a few shards. Several processes may write it; all write the same.
 
@@ -95,16 +98,18 @@ def finish(folder: Folder, files: Sequence[SourceFile], kind: np.dtype) -> None:
     """
     pieces = pieces_of(files)
     markers = _read_all(folder, [_piece_name(piece.number) for piece in pieces])
-    built = [_Built.of(content, piece) for content, piece in zip(markers, pieces, strict=True)]
-    corrupt = {files[piece.first + file].path: why for piece in built for file, why in piece.corrupt.items()}
-    report_corrupt(corrupt, len(files), silent)
+    built = [_Built.load(content) for content in markers]
+    left_out = LeftOut()
+    for piece, about in zip(pieces, built, strict=True):
+        left_out.add_all(about.left_out.renamed(lambda file, files=piece.files: files[file].path))
+    report(left_out, len(files), 1.0, silent)
     with closing(Scratch(np.int64)) as sizes, closing(Scratch(np.uint64)) as hashes:
         shard_sizes, digests, documents, readable = _collect(folder, built, sizes, hashes)
         if not readable:
-            raise no_text(files)
+            raise no_text(files, left_out)
         folder.write_chunks(SIZES, _chunks(sizes.mapped()))
         folder.write_chunks(HASHES, _chunks(hashes.mapped()))
-    about = {"digest": digest_of(digests, read_index(folder)), "corrupt": corrupt, "files": len(files)}
+    about = {"digest": digest_of(digests, read_index(folder)), "left_out": left_out.dump(), "files": len(files)}
     about |= {"kind": kind.str, "documents": documents}
     shards = np.array([piece.shards for piece in built], np.int64)
     shard_sizes = np.array(shard_sizes, np.int64)
@@ -120,11 +125,11 @@ def _collect(
     Returns the size and the digest of each shard, how many documents there are, and how many are not of damaged files.
     """
     owners = [piece for piece in built for _ in range(piece.shards)]
-    names = [_shard_name(piece.number, shard) for piece in built for shard in range(piece.shards)]
+    names = [_shard_name(number, shard) for number, piece in enumerate(built) for shard in range(piece.shards)]
     shard_sizes, digests, documents, readable = [], [], 0, 0
     for content, piece in zip(_read_all(folder, names), owners, strict=True):
         shard = _Shard.load(content)
-        gone = np.isin(shard.files, list(piece.corrupt))
+        gone = np.isin(shard.files, list(piece.left_out.corrupt))
         sizes.append(shard.sizes)
         hashes.append(np.where(gone, GONE, shard.hashes))
         shard_sizes.append(int(shard.sizes.sum()))
@@ -151,41 +156,39 @@ def _chunks(values: np.ndarray) -> Iterator[memoryview]:
 
 
 class _Built(NamedTuple):
-    """The record of a complete piece: its shards, and its damaged files by their number in it."""
+    """What is known of a complete piece: its shards, and what is left out, by the number of a file in it."""
 
-    number: int
-    first: int
     shards: int
-    corrupt: dict[int, str]
+    left_out: LeftOut
 
     @staticmethod
-    def of(content: bytes, piece: Piece) -> "_Built":
+    def load(content: bytes) -> "_Built":
         about = json.loads(content)
-        corrupt = {int(file): reason for file, reason in about["corrupt"].items()}
-        return _Built(piece.number, piece.first, about["shards"], corrupt)
+        return _Built(about["shards"], LeftOut.load(about["left_out"]).renamed(int))
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """The record of a shard: its documents, the offset in the text after it, and the damaged files known so far."""
+    """What is known of a shard: its documents, the offset in the text after it, and what is left out up to there."""
 
     sizes: np.ndarray
     files: np.ndarray
     hashes: np.ndarray
     next_file: int
     next_document: int
-    corrupt: dict[int, str]
+    left_out: LeftOut
     digest: str
 
     def dump(self) -> bytes:
-        about = {name: getattr(self, name) for name in ("next_file", "next_document", "corrupt", "digest")}
+        about = {name: getattr(self, name) for name in ("next_file", "next_document", "digest")}
+        about |= {"left_out": self.left_out.dump()}
         return dump_arrays(sizes=self.sizes, files=self.files, hashes=self.hashes, about=json.dumps(about))
 
     @staticmethod
     def load(content: bytes) -> "_Shard":
         arrays = load_arrays(content)
         about = json.loads(str(arrays.pop("about")))
-        about["corrupt"] = {int(file): reason for file, reason in about["corrupt"].items()}
+        about["left_out"] = LeftOut.load(about["left_out"]).renamed(int)
         return _Shard(**arrays, **about)
 
 
@@ -205,7 +208,7 @@ class _Buffer:
         self.hashes.append(name_hash(name))
         self.size += len(tokens)
 
-    def shard(self, next_file: int, next_document: int, corrupt: dict[int, str]) -> _Shard:
+    def shard(self, next_file: int, next_document: int, left_out: LeftOut) -> _Shard:
         digest = hashlib.sha256()
         for tokens in self.tokens:
             digest.update(tokens.data)
@@ -215,22 +218,22 @@ class _Buffer:
             np.array(self.hashes, np.uint64),
             next_file,
             next_document,
-            dict(corrupt),
+            left_out,
             digest.hexdigest(),
         )
 
 
 class _Build:
-    """A piece that is being built in a folder: how many shards it has there, and its damaged files so far."""
+    """A piece that is being built in a folder: how many shards it has there, and what is left out so far."""
 
-    def __init__(self, piece: Piece, text_key: str, tokenizer: Tokenizer, folder: Folder, log: Log):
-        self._piece, self._text_key, self._tokenizer = piece, text_key, tokenizer
-        self._folder, self._log = folder, log
+    def __init__(self, piece: Piece, text_key: str, bad_records: float, tokenizer: Tokenizer, folder: Folder, log: Log):
+        self._piece, self._text_key, self._bad_records = piece, text_key, bad_records
+        self._tokenizer, self._folder, self._log = tokenizer, folder, log
         self._kind = token_type(tokenizer.vocabulary_size)
         self._buffer = _Buffer(self._kind)
         self.shards, last = _finished(folder, piece.number, self._kind)
-        self._file, self._done, self.corrupt = (
-            (last.next_file, last.next_document, last.corrupt) if last else (0, 0, {})
+        self._file, self._done, self.left_out = (
+            (last.next_file, last.next_document, last.left_out) if last else (0, 0, LeftOut())
         )
 
     def run(self) -> None:
@@ -242,40 +245,53 @@ class _Build:
     def _add_file(self, file: int, done: int) -> None:
         source = self._piece.files[file]
         try:
-            for number, (name, tokens) in enumerate(self._encoded(source, done), start=done):
-                if len(tokens):
-                    self._buffer.add(file, name, tokens)
+            for number, (record, tokens) in enumerate(self._encoded(source, done), start=done):
+                self.left_out.records += 1
+                if isinstance(record, BadRecord):
+                    self._add_bad(file, record, number)
+                elif len(tokens):
+                    self._buffer.add(file, record.name, tokens)
                 if self._buffer.size >= SHARD_TOKENS:
                     self._flush(file, number + 1)
                     self._log(f"data: {self.shards} shards of piece {self._piece.number}, in {source.path}")
         except CorruptFile as error:
-            self.corrupt[file] = str(error)
+            self.left_out.corrupt[file] = str(error)
 
-    def _encoded(self, file: SourceFile, done: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Names and tokens of a file's documents after the first `done`; no tokens for one without text."""
+    def _add_bad(self, file: int, record: BadRecord, number: int) -> None:
+        self.left_out.add_bad(file, record.reason)
+        count, first = self.left_out.bad[file]
+        if number + 1 == count == _HOPELESS and self._bad_records < 1:
+            raise ValueError(
+                f"data: {self._piece.files[file].path}: its first {count:,} records are all bad: {first[0]}; "
+                "data.bad_records=1 would leave them out"
+            )
+
+    def _encoded(self, file: SourceFile, done: int) -> Iterator[tuple[Record, np.ndarray]]:
+        """A file's records after the first `done`, and their tokens; none for a bad one, or one without text."""
         for group in _groups(read(file, self._text_key), done):
-            encoded = iter(self._tokenizer.encode_all([text for _, text in group if text]))
-            for name, text in group:
-                yield name, next(encoded) if text else np.empty(0, np.uint16)
+            has_text = [isinstance(record, Document) and bool(record.text) for record in group]
+            encoded = iter(self._tokenizer.encode_all([record.text for record in compress(group, has_text)]))
+            for record, has in zip(group, has_text, strict=True):
+                yield record, next(encoded) if has else np.empty(0, np.uint16)
 
     def _flush(self, next_file: int, next_document: int) -> None:
         buffer, self._buffer = self._buffer, _Buffer(self._kind)
         name = self._piece.number, self.shards
         self._folder.write_chunks(tokens_name(*name), (tokens.data for tokens in buffer.tokens))
-        self._folder.write(_shard_name(*name), buffer.shard(next_file, next_document, self.corrupt).dump())
+        self._folder.write(_shard_name(*name), buffer.shard(next_file, next_document, self.left_out).dump())
         self.shards += 1
 
 
-def _groups(documents: Iterator[Document], done: int) -> Iterator[list[Document]]:
-    """The documents after the first `done`, some megabytes at a time; those before damage are yielded before the
+def _groups(records: Iterator[Record], done: int) -> Iterator[list[Record]]:
+    """The records after the first `done`, some megabytes at a time; those before damage are yielded before the
     error."""
-    group: list[Document] = []
+    group: list[Record] = []
     size = 0
     try:
-        for number, document in enumerate(documents):
+        for number, record in enumerate(records):
             if number >= done:
-                group.append(document)
-                size += len(document.text)
+                group.append(record)
+                size += len(record[1])  # the text, or what is wrong with it
             if size >= _GROUP_BYTES:
                 yield group
                 group, size = [], 0

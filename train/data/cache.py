@@ -12,11 +12,12 @@ import numpy as np
 from train.config import Config
 from train.data.building import build_piece, finish, missing, pieces_of
 from train.data.corpus import INDEX, Corpus, open_corpus
-from train.data.sources import Log, SourceFile, list_files, report_corrupt, silent
+from train.data.left_out import report
+from train.data.sources import Log, SourceFile, list_files, silent
 from train.data.storage import Folder, LocalFolder, MemoryFolder, folder_at, is_url
 from train.data.tokenizer import Tokenizer, token_type
 
-_FORMAT = 2  # version of the format of the folders
+_FORMAT = 3  # version of the format of the folders
 _SMALL_BYTES = 2**26  # total size of files; up to this size bytes are encoded again at each start and not cached
 TOKENS = "tokens"  # the folder of caches in ``config.output``
 _POLL_SECONDS = 2.0
@@ -34,7 +35,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer, log: Log) -> list[Corpus]
     wait until it is complete. A cache on disk is each host's own: the first of its processes builds, under a lock that
     ends with the process. The command `tokenize` builds faster, before training.
 
-    Raises FileNotFoundError and ValueError for text that is missing or unreadable.
+    Raises FileNotFoundError and ValueError for text that is missing or unreadable, or has too many bad records.
     """
     import jax
 
@@ -51,15 +52,16 @@ def open_corpora(config: Config, tokenizer: Tokenizer, log: Log) -> list[Corpus]
             _open_or_build(text, MemoryFolder() if forgotten else text.folder(), tokenizer, log) for text in texts
         ]
     for corpus in corpora:
-        report_corrupt(corpus.corrupt, corpus.files, log)
+        report(corpus.left_out, corpus.files, config.data.bad_records, log)
     return corpora
 
 
 class CachedText(NamedTuple):
-    """A part of the mixture, and the folder of its tokens: `key` in `cache`."""
+    """A part of the mixture, and the folder of its tokens: `key` in `cache`. They do not depend on `bad_records`."""
 
     files: Sequence[SourceFile]
     text_key: str
+    bad_records: float
     cache: str
     key: str
 
@@ -81,7 +83,9 @@ def cache_of(config: Config) -> str:
 def cached_texts(config: Config, tokenizer: Tokenizer) -> list[CachedText]:
     """Where the tokens of every part of the mixture are, or will be; this lists the files."""
     return [
-        CachedText(files, part.text_key, cache_of(config), _key(files, part.text_key, tokenizer))
+        CachedText(
+            files, part.text_key, config.data.bad_records, cache_of(config), _key(files, part.text_key, tokenizer)
+        )
         for files, part in zip(list_files(config.data), config.data.parts, strict=True)
     ]
 
@@ -132,7 +136,7 @@ def _build(text: CachedText, folder: Folder, tokenizer: Tokenizer, log: Log) -> 
     if left:
         log(f"data: tokenising {sum(len(piece.files) for piece in left)} files into {folder}, once")
     for piece in left:
-        build_piece(piece, text.text_key, tokenizer, folder, log)
+        build_piece(piece, text.text_key, text.bad_records, tokenizer, folder, log)
     finish(folder, text.files, token_type(tokenizer.vocabulary_size))
 
 

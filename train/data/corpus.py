@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from train.data.index import Filter, Index
+from train.data.left_out import LeftOut
 from train.data.storage import Folder, Span
 
 INDEX, SIZES, HASHES = "index.npz", "documents.sizes", "documents.hashes"
@@ -21,7 +22,7 @@ INDEX, SIZES, HASHES = "index.npz", "documents.sizes", "documents.hashes"
 class Corpus:
     """Encoded documents; not even their sizes are in memory. Offsets count tokens through all shards.
 
-    `corrupt` maps each omitted file to the reason; `files` counts all files, omitted ones too.
+    `files` counts all files, omitted ones too.
     """
 
     folder: Folder
@@ -30,7 +31,7 @@ class Corpus:
     shard_starts: Int64[np.ndarray, "shards"]
     index: Index
     digest: str
-    corrupt: dict[str, str]
+    left_out: LeftOut
     files: int
 
     @property
@@ -107,18 +108,20 @@ def open_corpus(folder: Folder) -> Corpus | None:
     content = folder.read(INDEX)
     if content is None:
         return None
-    index = load_arrays(content)
-    about = json.loads(str(index["about"]))
-    kind, documents = np.dtype(about.pop("kind")), about.pop("documents")
-    sizes = index["shard_sizes"]
-    names = shard_names(index["shards"].tolist())
+    arrays = load_arrays(content)
+    about = json.loads(str(arrays["about"]))
+    kind, documents = np.dtype(about["kind"]), about["documents"]
+    left_out = LeftOut.load(about["left_out"])
+    sizes = arrays["shard_sizes"]
+    names = shard_names(arrays["shards"].tolist())
     wanted = dict(zip(names, (sizes * kind.itemsize).tolist(), strict=True))
     wanted |= dict.fromkeys((SIZES, HASHES), 8 * documents)
     found = folder.sizes()
     for name, size in wanted.items():
         if found.get(name) != size:
             raise damaged(folder, name)
-    return Corpus(folder, kind, names, np.cumsum(sizes) - sizes, read_index(folder), **about)
+    starts, index = np.cumsum(sizes) - sizes, read_index(folder)
+    return Corpus(folder, kind, names, starts, index, about["digest"], left_out, about["files"])
 
 
 def damaged(folder: Folder, name: str) -> ValueError:

@@ -1,15 +1,18 @@
 """The texts in a file of each format, one after the other, however large the file is."""
 
+import codecs
 import gzip
 import json
+import reprlib
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from train.data.storage import is_url, open_url, optional
+from train.data.storage import HEAD_BYTES, POINTER, is_pointer, is_url, open_url, optional
 from train.runtime.lines import in_a_line
 
 _CHUNK_BYTES = 2**20
@@ -27,15 +30,34 @@ class Document(NamedTuple):
     text: bytes
 
 
-def texts(path: str, text_key: str) -> Iterator[Document]:
-    """The texts of a file, in order, with names that distinguish them within it: ":3" for the third line or record.
+class BadRecord(NamedTuple):
+    """A line, row or record without a text that can be read; the reason says where in the file it is."""
 
-    Raises CorruptFile at the first damage in its content.
+    name: str
+    reason: str
+
+
+Record = Document | BadRecord
+
+
+def texts(path: str, text_key: str) -> Iterator[Record]:
+    """The records of a file, in order, with names that distinguish them within it: ":3" for the third line or record.
+
+    Raises CorruptFile at the first damage to the file itself, after which no further record can be found.
     """
     read = _READERS[_format(path)]
     system, name = open_url(path, "data.paths")
-    with system.open(name, "rb") as file:
-        yield from read(file, path, text_key)
+    try:
+        with system.open(name, "rb") as file:
+            yield from read(file, path, text_key)
+    except CorruptFile:
+        with system.open(name, "rb") as file:  # anew, since not every file at a URL can go back to its start
+            _refuse_pointer(file.read(HEAD_BYTES))
+        raise
+    except FileNotFoundError:
+        if is_url(path) or not Path(name).is_symlink():
+            raise
+        raise CorruptFile("a link that leads nowhere") from None
 
 
 def is_readable(path: str) -> bool:
@@ -57,14 +79,31 @@ def _read_whole(file: BinaryIO, path: str, _: str) -> Iterator[Document]:
     yield Document("", b"".join(_chunks(file, path)))
 
 
-def _read_lines(file: BinaryIO, path: str, text_key: str) -> Iterator[Document]:
+def _read_lines(file: BinaryIO, path: str, text_key: str) -> Iterator[Record]:
     for number, line in enumerate(_lines(_chunks(file, path)), start=1):
         if line.strip():
-            yield Document(f":{number}", _text_of_line(line, f"line {number}", text_key))
+            yield _of_line(line, number, text_key)
 
 
 def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
-    """The content of a file, decompressed if its name says that it is compressed."""
+    """The UTF-8 of a file, decompressed if its name says that it is compressed; without a byte order mark."""
+    chunks = _unpacked(file, path)
+    first = b""
+    while len(first) < HEAD_BYTES and (chunk := next(chunks, b"")):
+        first += chunk
+    _refuse_pointer(first)
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise CorruptFile("UTF-16, not UTF-8; convert it by: iconv -f UTF-16 -t UTF-8")
+    yield first.removeprefix(codecs.BOM_UTF8)
+    yield from chunks
+
+
+def _refuse_pointer(head: bytes) -> None:
+    if is_pointer(head):
+        raise CorruptFile(POINTER)
+
+
+def _unpacked(file: BinaryIO, path: str) -> Iterator[bytes]:
     if path.endswith(".zst"):
         yield from _unpacked_zst(file)
         return
@@ -97,27 +136,45 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     yield rest
 
 
-def _text_of_line(line: bytes, where: str, text_key: str) -> bytes:
+def _of_line(line: bytes, number: int, text_key: str) -> Record:
+    where = f"line {number}"
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return BadRecord(f":{number}", f"{where}: not valid UTF-8: {error}")
     except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"{where}: not valid JSON: {error}") from None
-    keys = list(record) if isinstance(record, dict) else []
-    return _as_bytes(record[text_key] if text_key in keys else None, where, text_key, keys)
+        return BadRecord(f":{number}", f"{where}: not valid JSON: {in_a_line(error, 100)}")
+    if not isinstance(record, dict):
+        return BadRecord(f":{number}", f"{where}: no text under {text_key!r}, found {_kind(record)}")
+    if text_key not in record:
+        return BadRecord(f":{number}", f"{where}: {_no_key(text_key, list(record))}")
+    return _of_value(record[text_key], number, where, text_key)
 
 
-def _as_bytes(value: Any, where: str, text_key: str, keys: list[str]) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str):
-        near = get_close_matches(text_key, keys, n=1)
-        hint = f"; did you mean data.text_key={near[0]}?" if near and near[0] != text_key else ""
-        raise CorruptFile(f"{where}: no text under {text_key!r}, found keys {keys}{hint}")
-    # A lone surrogate is legal in JSON but not in UTF-8.
-    return value.encode(errors="replace")
+def _of_value(value: Any, number: int, where: str, text_key: str) -> Record:
+    if isinstance(value, str):
+        # A lone surrogate is legal in JSON but not in UTF-8.
+        return Document(f":{number}", value.encode(errors="replace"))
+    if not isinstance(value, bytes):
+        return BadRecord(f":{number}", f"{where}: no text under {text_key!r}, found {_kind(value)}")
+    try:
+        value.decode()
+    except UnicodeDecodeError as error:
+        return BadRecord(f":{number}", f"{where}: not valid UTF-8: {error}")
+    return Document(f":{number}", value)
 
 
-def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Document]:
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _no_key(text_key: str, keys: list[str]) -> str:
+    near = get_close_matches(text_key, keys, n=1)
+    hint = f"; did you mean data.text_key={near[0]}?" if near else ""
+    return f"no text under {text_key!r}, found keys {reprlib.repr(keys)}{hint}"
+
+
+def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
     parquet = optional("pyarrow.parquet", "reading .parquet")
     with _arrow_damage():
         table = parquet.ParquetFile(file)
@@ -126,23 +183,33 @@ def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Document]:
         yield from _column(table.iter_batches(_RECORDS, columns=present), text_key, columns)
 
 
-def _read_arrow(file: BinaryIO, _: str, text_key: str) -> Iterator[Document]:
+def _read_arrow(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
     ipc = optional("pyarrow.ipc", "reading .arrow")
     with _arrow_damage():
         stream = ipc.open_stream(file)
         yield from _column(stream, text_key, stream.schema.names)
 
 
-def _column(batches: Iterable[Any], text_key: str, columns: list[str]) -> Iterator[Document]:
+def _column(batches: Iterable[Any], text_key: str, columns: list[str]) -> Iterator[Record]:
     number = 0
     for batch in batches:
-        values = batch.column(text_key).to_pylist() if text_key in columns else [None] * batch.num_rows
+        values = _values(batch.column(text_key)) if text_key in columns else [None] * batch.num_rows
         for value in values:
             number += 1
-            yield Document(f":{number}", _as_bytes(value, f"row {number}", text_key, columns))
+            if text_key in columns:
+                yield _of_value(value, number, f"row {number}", text_key)
+            else:
+                yield BadRecord(f":{number}", f"row {number}: {_no_key(text_key, columns)}")
 
 
-def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Document]:
+def _values(column: Any) -> list[Any]:
+    """Python's values of a column; texts as bytes, since one that is not UTF-8 would hide the others."""
+    arrow = optional("pyarrow", "reading .parquet and .arrow")
+    binary = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    return column.cast(binary.get(column.type, column.type)).to_pylist()
+
+
+def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Record]:
     """Every record is a text. The library reads local files only, so a file at a URL is fetched first."""
     module = optional("array_record.python.array_record_module", "reading .array_record")
     with tempfile.NamedTemporaryFile() as local:
@@ -151,18 +218,17 @@ def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Document]:
                 local.write(chunk)
             local.flush()
         name = local.name if is_url(path) else open_url(path, "data.paths")[1]
-        with _damage(RuntimeError, UnicodeDecodeError):
+        with _damage(RuntimeError):
             yield from _records(module.ArrayRecordReader(name))
 
 
-def _records(reader: Any) -> Iterator[Document]:
+def _records(reader: Any) -> Iterator[Record]:
     count = reader.num_records()
     if not reader.ok():
         reader.read_all()  # says what is wrong
     for start in range(0, count, _RECORDS):
         for number, record in enumerate(reader.read(start, min(start + _RECORDS, count)), start=start + 1):
-            record.decode()  # a serialised message, which is not text
-            yield Document(f":{number}", record)
+            yield _of_value(record, number, f"record {number}", "")
 
 
 @contextmanager
@@ -187,7 +253,7 @@ def _arrow_damage() -> Iterator[None]:
         raise CorruptFile(in_a_line(error, 300)) from None
 
 
-_READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[Document]]] = {
+_READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[Record]]] = {
     ".txt": _read_whole,
     ".py": _read_whole,
     ".jsonl": _read_lines,

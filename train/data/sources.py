@@ -9,7 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from train.config import DataConfig
-from train.data.readers import CorruptFile, Document, is_readable, known_formats, texts
+from train.data.left_out import LeftOut, named_bad, report
+from train.data.readers import BadRecord, CorruptFile, Document, Record, is_readable, known_formats, texts
 from train.data.storage import find, is_url, open_url
 
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
@@ -34,53 +35,49 @@ class SourceFile(NamedTuple):
 def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
     """All documents, by part of the mixture, file and offset in it, held-out ones too; empty ones are left out.
 
-    They are all in memory, and not tokenised: for reading them, or for a small corpus. Damaged files are reported and
-    left out.
+    They are all in memory, and not tokenised: for reading them, or for a small corpus. Damaged files and bad records
+    are reported and left out.
 
-    Raises FileNotFoundError for a path that names nothing, and ValueError if no text can be read.
+    Raises FileNotFoundError for a path that names nothing, and ValueError if no text can be read, or if too many
+    records are bad.
     """
     parts = zip(list_files(config), config.parts, strict=True)
-    return [document for files, part in parts for document in _readable(files, part.text_key, log)]
+    return [document for files, part in parts for document in _readable(files, part.text_key, config.bad_records, log)]
 
 
-def _readable(files: Sequence[SourceFile], text_key: str, log: Log) -> list[Document]:
+def _readable(files: Sequence[SourceFile], text_key: str, bad_records: float, log: Log) -> list[Document]:
     found: list[Document] = []
-    corrupt: dict[str, str] = {}
+    left_out = LeftOut()
     for file in files:
+        inside = []
         try:
-            inside = list(read(file, text_key))
+            for record in read(file, text_key):
+                left_out.records += 1
+                if isinstance(record, BadRecord):
+                    left_out.add_bad(file.path, record.reason)
+                elif record.text:
+                    inside.append(record)
         except CorruptFile as error:
-            corrupt[file.path] = str(error)
+            left_out.corrupt[file.path] = str(error)
         else:
-            found += [document for document in inside if document.text]
-    report_corrupt(corrupt, len(files), log)
+            found += inside
+    report(left_out, len(files), bad_records, log)
     if not found:
-        raise no_text(files)
+        raise no_text(files, left_out)
     return found
 
 
-def read(file: SourceFile, text_key: str) -> Iterator[Document]:
-    """The documents of a file, with the empty ones. Raises CorruptFile at the first damage."""
-    for label, text in texts(file.path, text_key):
-        yield Document(file.name + label, text)
+def read(file: SourceFile, text_key: str) -> Iterator[Record]:
+    """The records of a file, with the empty and the bad ones. Raises CorruptFile at the first damage to the file."""
+    for record in texts(file.path, text_key):
+        yield record._replace(name=file.name + record.name)
 
 
-def report_corrupt(corrupt: dict[str, str], files: int, log: Log, shown: int = 5) -> None:
-    """Reports which files were left out and why, or raises ValueError if none is left."""
-    if not corrupt:
-        return
-    named = [f"{path} ({reason})" for path, reason in list(corrupt.items())[:shown]]
-    more = f", and {len(corrupt) - shown} more" if len(corrupt) > shown else ""
-    listed = f"{', '.join(named)}{more}"
-    if len(corrupt) == files:
-        raise ValueError(f"data: none of the files can be read, {files} in all: {listed}")
-    log(f"data: {len(corrupt)} of {files} files are damaged and left out: {listed}")
-
-
-def no_text(files: Sequence[SourceFile]) -> ValueError:
+def no_text(files: Sequence[SourceFile], left_out: LeftOut) -> ValueError:
     """The error for files that hold no text at all."""
     more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-    return ValueError(f"data: no text in {files[0].path}{more}; every document is empty")
+    bad = f" or bad: {named_bad(left_out)}" if left_out.bad else ""
+    return ValueError(f"data: no text in {files[0].path}{more}; every document is empty{bad}")
 
 
 def name_hash(name: str) -> int:

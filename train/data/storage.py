@@ -40,7 +40,17 @@ def find(pattern: str, key: str) -> dict[str, dict[str, Any]]:
     if is_url(pattern):
         return {system.unstrip_protocol(name): info for name, info in system.glob(path, detail=True).items()}
     found = sorted(glob.glob(path, recursive=True))
-    return {name: system.info(name) for name in found if system.exists(name)}  # a link may be broken
+    broken = {"type": "file", "size": 0}  # a link that leads nowhere, which its readers report
+    return {name: system.info(name) if system.exists(name) else {"name": name, **broken} for name in found}
+
+
+POINTER = "a pointer of Git LFS, not the file itself; fetch it by: git lfs pull"
+HEAD_BYTES = 64  # enough to recognise a pointer
+
+
+def is_pointer(head: bytes) -> bool:
+    """Whether a file that begins so is a pointer of Git LFS."""
+    return head.startswith(b"version https://git-lfs.github.com/spec/")
 
 
 def optional(module: str, wanted_by: str) -> ModuleType:

@@ -19,7 +19,8 @@ from train.config.settings.checks import check
 from train.data.building import Piece, build_piece, finish, missing, pieces_of
 from train.data.cache import CachedText, cache_of, cached_texts, is_forgotten
 from train.data.corpus import INDEX, open_corpus
-from train.data.sources import Log, report_corrupt
+from train.data.left_out import report
+from train.data.sources import Log
 from train.data.storage import folder_at, is_url
 from train.data.tokenizer import Tokenizer, load_tokenizer, token_type
 
@@ -36,6 +37,7 @@ class _PieceOrder(NamedTuple):
 
     folder: str
     text_key: str
+    bad_records: float
     piece: Piece
 
 
@@ -49,7 +51,8 @@ def tokenize(config: Config, log: Log = print, job: Job | None = None, workers: 
     nothing; locks do not work on all network disks, nor at URLs. The disk or object store need only write files
     atomically. To build the pieces of a job that never ran, run the command with fewer jobs.
 
-    Raises FileNotFoundError and ValueError for text that is missing or unreadable, and an invalid job.
+    Raises FileNotFoundError and ValueError for text that is missing or unreadable or has too many bad records, and for
+    an invalid job.
     """
     check(workers is None or workers > 0, f"--workers must be positive, found {workers}")
     tokenizer = load_tokenizer(config.data)
@@ -57,7 +60,11 @@ def tokenize(config: Config, log: Log = print, job: Job | None = None, workers: 
     if not texts:
         log("data: encoding so few bytes is faster than reading a cache, so fit has none; set data.cache to have one")
         return
-    tasks = [_PieceOrder(text.path, text.text_key, piece) for text in texts for piece in pieces_of(text.files)]
+    tasks = [
+        _PieceOrder(text.path, text.text_key, text.bad_records, piece)
+        for text in texts
+        for piece in pieces_of(text.files)
+    ]
     absent = {(p.path, piece.number) for p in texts for piece in missing(p.folder(), pieces_of(p.files))}
     mine = [tasks[index] for index in share([task.piece.size for task in tasks], job or Job())]
     left = [task for task in mine if (task.folder, task.piece.number) in absent]
@@ -92,7 +99,7 @@ def _finish(text: CachedText, kind: np.dtype, log: Log) -> None:
     if folder.read(INDEX) is None:
         finish(folder, text.files, kind)
     corpus = open_corpus(folder)
-    report_corrupt(corpus.corrupt, corpus.files, log)
+    report(corpus.left_out, corpus.files, text.bad_records, log)
     log(f"data: {folder} is complete: {corpus.tokens:,} tokens")
 
 
@@ -204,4 +211,4 @@ def _end_with_parent() -> None:
 
 
 def _build_one(task: _PieceOrder) -> None:
-    build_piece(task.piece, task.text_key, _tokenizers[0], folder_at(task.folder), print)
+    build_piece(task.piece, task.text_key, task.bad_records, _tokenizers[0], folder_at(task.folder), print)

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, muon
+from jaxtyping import Array
 
 from posjax.nn.huggingface.load import named_parameters
 from train.config import TrainConfig
@@ -40,14 +42,18 @@ def _after_warmup(config: TrainConfig) -> optax.Schedule:
 def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then the optimizer of the config, on the parameters that ``train.trainable`` names.
 
+    An update is ``-rate * (direction + weight_decay * parameter)``; the config's optimizer sets only the direction.
     `axes` is the tree of the parameters' logical axis names. Only the model's matrices decay (see `is_matrix`): norms,
     biases, scalars and what a position scheme learns do not. ``train.learning_rate_factors`` multiply whole updates,
     decay included.
     """
-    decays = _map_axes(is_matrix, axes)
-    chosen = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm), _OPTIMIZERS[config.optimizer](config, axes, decays)
+    unclipped = optax.chain(
+        _DIRECTIONS[config.optimizer](config, axes),
+        optax.add_decayed_weights(config.weight_decay, _map_axes(is_matrix, axes)),
+        optax.scale_by_learning_rate(learning_rate(config)),
     )
+    # A chain in a chain: the shape of the state in saved checkpoints.
+    chosen = optax.chain(optax.clip_by_global_norm(config.clip_norm), unclipped)
     if config.trainable:
         chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, param_labels(config, axes))
     return scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
@@ -111,72 +117,63 @@ def _check_patterns(key: str, patterns: Iterable[str], names: list[str]) -> None
             )
 
 
-def _adamw(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
-    return optax.adamw(
-        learning_rate(config),
-        config.beta1,
-        config.beta2,
-        mu_dtype=config.moment_dtype,
-        weight_decay=config.weight_decay,
-        mask=decays,
-    )
+def _adam(config: TrainConfig, _: Any) -> optax.GradientTransformation:
+    """Adam; with the decay, AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+    return optax.scale_by_adam(config.beta1, config.beta2, mu_dtype=config.moment_dtype)
 
 
-def _muon(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
-    """Muon on the matrices inside the blocks, AdamW with Nesterov momentum on the rest (Jordan 2024).
+def _muon(config: TrainConfig, axes: Any) -> optax.GradientTransformation:
+    """Muon on the matrices inside the blocks, Adam on the rest (Jordan 2024).
 
-    Updates are scaled to the size of AdamW's, 0.2 per element (Liu et al., arXiv 2502.16982), so that AdamW's learning
-    rates fit.
+    With momentum ``m <- beta2 * m + g``, the direction of a matrix is ``g + beta2 * m`` with all singular values near
+    1, times ``0.2 * sqrt(max(inputs, outputs))``. So an element has about the size that it has with Adam (Liu et al.,
+    arXiv 2502.16982), and AdamW's learning rates fit.
     """
-    return muon(
-        learning_rate(config),
-        beta=config.beta2,
-        mu_dtype=config.moment_dtype,
-        weight_decay=config.weight_decay,
-        weight_decay_mask=decays,
-        adam_b1=config.beta1,
-        adam_b2=config.beta2,
-        adam_weight_decay=config.weight_decay,
-        muon_weight_dimension_numbers=_map_axes(_as_matrix, axes),
-        consistent_rms=0.2,
+
+    def orthogonal(names: tuple[str | None, ...], update: Any) -> Any:
+        return jax.tree.map(partial(_orthogonal, names), update)  # Adam's parameters are empty trees here
+
+    muon = optax.chain(
+        optax.trace(config.beta2, nesterov=True, accumulator_dtype=config.moment_dtype),
+        optax.stateless(lambda updates, _: jax.tree.map(orthogonal, axes, updates, is_leaf=is_axis_names)),
     )
+    labels = _map_axes(lambda names: "muon" if _is_of_block(names) else "adam", axes)
+    return optax.partition({"muon": muon, "adam": _adam(config, axes)}, labels)
 
 
-def _adafactor(config: TrainConfig, axes: Any, decays: Any) -> optax.GradientTransformation:
+def _is_of_block(names: tuple[str | None, ...]) -> bool:
+    """Whether a parameter is a matrix in every layer, or a matrix of each expert; the router is not."""
+    return names[:1] == ("layers",) and is_matrix(names)
+
+
+def _orthogonal(names: tuple[str | None, ...], update: Array) -> Array:
+    """The direction of a matrix, for each layer and expert alone; heads and their channels are one axis of it.
+
+    With ``X`` the update over its Frobenius norm, five times ``X <- a X + b A X + c A^2 X``, where ``A = X X^T``.
+    """
+    lead = len({"layers", "experts"} & set(names))
+    sides = (update.shape[lead], -1) if names[lead] == "embed" else (-1, update.shape[-1])
+    x = update.reshape(*update.shape[:lead], *sides)
+    inputs, outputs = x.shape[-2:]
+    x = x.mT if inputs > outputs else x  # A is then the smaller of the two products
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
+        square = x @ x.mT
+        x = a * x + (b * square + c * (square @ square)) @ x
+    x = x.mT if inputs > outputs else x
+    return 0.2 * math.sqrt(max(inputs, outputs)) * x.reshape(update.shape)
+
+
+def _adafactor(_: TrainConfig, __: Any) -> optax.GradientTransformation:
     """Adafactor (Shazeer and Stern, arXiv 1804.04235): second moments are products of sums over rows and columns.
 
     The learning rate is relative to the root mean square of each parameter; 1e-2 is usual.
     """
-    return optax.chain(
-        optax.scale_by_factored_rms(),
-        optax.clip_by_block_rms(1.0),
-        optax.scale_by_param_block_rms(),
-        optax.add_decayed_weights(config.weight_decay, decays),
-        optax.scale_by_learning_rate(learning_rate(config)),
-    )
+    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms())
 
 
-_OPTIMIZERS = {"adamw": _adamw, "muon": _muon, "adafactor": _adafactor}
-
-# The input axes of a block's matrices; the others are output axes.
-_INTO = {
-    ("embed", "heads", "head_dim"): (0,),
-    ("embed", "kv_heads", "head_dim"): (0,),
-    ("heads", "head_dim", "embed"): (0, 1),
-    ("embed", "mlp"): (0,),
-    ("mlp", "embed"): (0,),
-}
-
-
-def _as_matrix(names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
-    """How Muon reshapes a parameter to a matrix, for every layer; None if it is not a matrix of a block."""
-    in_layer = tuple(name for name in names if name != "layers")
-    if names[0] != "layers" or in_layer not in _INTO:
-        return None
-    into = _INTO[in_layer]
-    out = tuple(axis for axis in range(len(in_layer)) if axis not in into)
-    return MuonDimensionNumbers(tuple(axis + 1 for axis in into), tuple(axis + 1 for axis in out))
+_DIRECTIONS = {"adamw": _adam, "muon": _muon, "adafactor": _adafactor}
 
 
 def _map_axes(function: Any, axes: Any) -> Any:

@@ -93,19 +93,28 @@ def stop_at(monkeypatch, kind, count):
     return written
 
 
+def write_cut_zst(path, content):
+    """A file of which only a second frame is cut off, so the content is read before the damage is seen."""
+    frame = pytest.importorskip("zstandard").ZstdCompressor().compress(content)
+    path.write_bytes(frame + frame[:6])
+
+
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
 @pytest.mark.parametrize("pieces", ["one", "many"])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 6, 9])
 def test_a_killed_build_resumes_where_it_stopped(texts, tmp_path, monkeypatch, encoded, count, pieces, damaged):
     if pieces == "many":
         monkeypatch.setattr(building, "PIECE_BYTES", 70)
-    if damaged:  # one file is found damaged at once, the other when most of its lines are in shards already
-        (texts / "00.jsonl").write_text('{"text": "first"}\n{')
-        (texts / "lines.jsonl").write_text('{"text": "twenty letters or so"}\n' * 41 + "{")
-    whole = everything(config_of(texts, tmp_path / "whole"))
+    data = {"bad_records": 0.5, "paths": [f"{texts}/*.txt", f"{texts}/*.jsonl*"]}
+    if damaged:  # one file is found damaged at once, another when most of its lines are in shards already
+        line = b'{"text": "twenty letters or so"}\n'
+        (texts / "00.jsonl").write_bytes(b"{\n" + line + b'{"text": null}\n' + line * 20 + b"[1]\n\xff")
+        write_cut_zst(texts / "000.jsonl.zst", line)
+        write_cut_zst(texts / "lines.jsonl.zst", line * 41)
+    whole = everything(config_of(texts, tmp_path / "whole", **data))
     all_encoded = len(encoded)
     encoded.clear()
-    killed = config_of(texts, tmp_path / "killed")
+    killed = config_of(texts, tmp_path / "killed", **data)
     with monkeypatch.context() as patched:
         written = stop_at(patched, LocalFolder, count)
         with pytest.raises(Killed):
@@ -162,24 +171,46 @@ def test_a_shard_that_vanished_before_there_is_an_index_is_named(texts, tmp_path
         training_rows(config)
 
 
-def test_damaged_files_are_reported_at_every_start(texts, tmp_path):
-    (texts / "lines.jsonl").write_text((texts / "lines.jsonl").read_text() + "\n{")
-    config = config_of(texts, tmp_path / "kept")
+def test_damaged_files_and_bad_records_are_reported_at_every_start(texts, tmp_path):
+    write_cut_zst(texts / "cut.jsonl.zst", b'{"text": "lost"}\n')
+    (texts / "lines.jsonl").write_text((texts / "lines.jsonl").read_text() + '\n{\n{"text": null}')
+    config = config_of(texts, tmp_path / "kept", paths=[f"{texts}/*"], bad_records=0.06)
     first, second = [], []
     training_rows(config, first.append)
     training_rows(config, second.append)
-    assert first[0].startswith(f"data: tokenising 7 files into {tmp_path}/kept/")
+    assert first[0].startswith(f"data: tokenising 8 files into {tmp_path}/kept/")
     shards = len(list((tmp_path / "kept").glob("*/shard-*.tokens")))
     assert first[1] == f"data: 1 shards of piece 0, in {texts}/3.txt"
     assert sum(" shards of piece 0, in " in line for line in first) in (shards, shards - 1)  # the last one is not full
     assert [line for line in first[1:] if " shards of piece 0, in " not in line] == second
-    assert second[0].startswith(f"data: 1 of 7 files are damaged and left out: {texts}/lines.jsonl (line 26: not valid")
+    assert second[0].startswith(f"data: 1 of 8 files are damaged and left out: {texts}/cut.jsonl.zst (the file ends")
+    assert second[1] == "data: 2 of 34 records, in 1 of 8 files, are bad and left out"  # 6 texts, 1 + 27 lines
+    assert second[2].startswith(f"data: {texts}/lines.jsonl: 2 bad: line 26: not valid JSON")
+    assert second[2].endswith("; line 27: no text under 'text', found null")
     kept = training_rows(config).tokens + sum(map(len, held_out_documents(config)))
-    assert kept == sum(32 + number for number in range(6))  # the lines before the damage are left out too
-    only = config_of(texts, tmp_path / "kept", paths=[f"{texts}/lines.jsonl"])
+    lines = sum(len(f"line {number} " * number) + 2 for number in range(1, 25))
+    assert kept == sum(32 + number for number in range(6)) + lines  # each with BOS and EOS
+    built = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").glob("*/*")}
+    stricter = dataclasses.replace(config, data=dataclasses.replace(config.data, bad_records=0.05))
+    with pytest.raises(ValueError, match=r"2 of 34 .*data.bad_records=0.05 allows: .*lines.jsonl \(line 26"):
+        training_rows(stricter)
+    assert built == {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").glob("*/*")}
+    assert differences(config, stricter) == []
     for _ in range(2):
         with pytest.raises(ValueError, match="none of the files can be read, 1 in all"):
-            training_rows(only)
+            training_rows(config_of(texts, tmp_path / "kept", paths=[f"{texts}/cut.jsonl.zst"]))
+
+
+def test_a_wrong_key_of_the_text_is_noticed_early(tmp_path, encoded):
+    """After 1,000 records, although a corpus may be left out to a large part."""
+    with (tmp_path / "lines.jsonl").open("w") as file:
+        file.writelines(f'{{"{"body" if number < 1000 else "text"}": "some text"}}\n' for number in range(1200))
+    paths = [f"{tmp_path}/lines.jsonl"]
+    with pytest.raises(ValueError, match=r"lines.jsonl.* 1,000 .*line 1: no text under 'text', found keys \['body'\]"):
+        training_rows(config_of(tmp_path, paths=paths, bad_records=0.95))
+    assert encoded == []
+    training_rows(config_of(tmp_path, paths=paths, bad_records=1.0))
+    assert len(encoded) == 200
 
 
 def test_only_what_changed_is_built_anew(texts, tmp_path, encoded):

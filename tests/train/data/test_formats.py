@@ -1,9 +1,11 @@
-"""Every format of text, on disk and behind URLs, from files that other libraries wrote; damaged ones are left out."""
+"""Every format of text, on disk and behind URLs, from files that other libraries wrote; damaged files and bad records
+are left out."""
 
 import errno
 import gzip
 import io
 import json
+import re
 
 import fsspec
 import pytest
@@ -26,15 +28,23 @@ def jsonl(texts=TEXTS, key="text"):
     return "".join(json.dumps({"id": index, key: text}) + "\n" for index, text in enumerate(texts)).encode()
 
 
+def column(texts, kind=None):
+    """A column of texts; bytes are not checked to be UTF-8, as by writers that do not check them."""
+    pyarrow = pytest.importorskip("pyarrow")
+    if kind is None and any(isinstance(text, bytes) for text in texts):
+        return pyarrow.array([text and bytes(text) for text in texts], pyarrow.binary()).view(pyarrow.string())
+    return pyarrow.array(texts, kind and getattr(pyarrow, kind)())
+
+
 def write_parquet(path, texts=TEXTS, kind=None):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    column = pyarrow.array(texts, kind and getattr(pyarrow, kind)())
-    parquet.write_table(pyarrow.table({"id": range(len(texts)), "text": column}), path, row_group_size=2)
+    table = pyarrow.table({"id": range(len(texts)), "text": column(texts, kind)})
+    parquet.write_table(table, path, row_group_size=2)
 
 
 def write_arrow(path, texts):
     pyarrow = pytest.importorskip("pyarrow")
-    table = pyarrow.table({"text": texts})
+    table = pyarrow.table({"text": column(texts)})
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, max_chunksize=2)
 
@@ -128,12 +138,18 @@ def overwritten(parquet):
     return parquet[:4] + b"\xff" * (len(parquet) - footer - 4) + parquet[-footer:]
 
 
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n".encode()
 DAMAGE = {
     "cut.jsonl.gz": ("a.jsonl.gz", lambda content: content[:-20], r"ended before the end-of-stream|CRC"),
     "no.jsonl.gz": ("a.jsonl", lambda content: content, r"[Nn]ot a gzipped file"),
     "cut.jsonl.zst": ("a.jsonl.zst", lambda content: content[:-9], "the file ends inside a compressed frame"),
     "no.jsonl.zst": ("a.jsonl", lambda content: content, "[Uu]nknown frame descriptor"),
-    "line.jsonl": ("a.jsonl", lambda content: content[:-3] + b"\n", "line 4: not valid JSON"),
+    "utf16.jsonl": ("a.jsonl", lambda content: content.decode().encode("utf-16"), "UTF-16, not UTF-8"),
+    "pointer.jsonl": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
+    "pointer.txt": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
+    "pointer.jsonl.zst": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
+    "pointer.parquet": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
+    "pointer.array_record": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
     "cut.parquet": ("a.parquet", lambda content: content[:-40], "Parquet magic bytes not found"),
     "page.parquet": ("a.parquet", overwritten, ""),
     "cut.arrow": ("a.arrow", lambda content: content[:-2900], ""),
@@ -173,7 +189,7 @@ def test_a_failing_disk_is_not_a_damaged_file(tmp_path, monkeypatch, name):
 
 def test_only_the_first_damaged_files_are_named(tmp_path):
     for number in range(8):
-        (tmp_path / f"{number}.jsonl").write_text("{")
+        (tmp_path / f"{number}.jsonl").write_bytes(POINTER)
     (tmp_path / "good.txt").write_text("good")
     lines = []
     found(from_files(tmp_path / "*.jsonl", tmp_path / "good.txt"), lines.append)
@@ -187,11 +203,57 @@ def test_columns_and_records_without_text_are_named(tmp_path):
     write_parquet(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"row 1: no text under 'texts', found keys \['id', 'text'\]; did you mean"):
         all_documents(from_files(tmp_path / "a.parquet", text_key="texts"))
-    with pytest.raises(ValueError, match=r"row 1: no text under 'id', found keys"):
+    with pytest.raises(ValueError, match=r"row 1: no text under 'id', found a value of type int"):
         all_documents(from_files(tmp_path / "a.parquet", text_key="id"))
-    write_records(tmp_path / "a.array_record", [b"good", b"\xff\x00"])
-    with pytest.raises(ValueError, match=r"a.array_record \('utf-8' codec can't decode byte 0xff"):
-        all_documents(from_files(tmp_path / "a.array_record"))
+
+
+GOOD = [f"text {number}" for number in range(50)]
+BAD_LINES = [b"{", b'{"id": 1}', b'{"text": null}', b'{"text": 3}', b'{"text": ["a"]}', b"[1]", b'{"text": "\xff"}']
+
+
+def write_bad_lines(path):
+    lines = jsonl(GOOD).split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:7], *BAD_LINES, *lines[7:]]))
+
+
+WITH_BAD_ROWS = [text.encode() for text in GOOD[:7]] + [None, b"\xff\xfe"] + [text.encode() for text in GOOD[7:]]
+WITH_BAD_RECORDS = {
+    "a.jsonl": (write_bad_lines, 7, "line 8: not valid JSON.*; line 9: no text.*; line 10: no text.*; and 4 more"),
+    "a.parquet": (lambda path: write_parquet(path, WITH_BAD_ROWS), 2, "row 8: no text .*null; row 9: not valid UTF-8"),
+    "a.arrow": (lambda path: write_arrow(path, WITH_BAD_ROWS), 2, "row 8: no text .*null; row 9: not valid UTF-8"),
+    "a.array_record": (
+        lambda path: write_records(path, [text for text in WITH_BAD_ROWS if text]),
+        1,
+        "record 8: not valid UTF-8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_BAD_RECORDS)
+def test_bad_records_are_named_counted_and_left_out(tmp_path, name):
+    write, bad, reasons = WITH_BAD_RECORDS[name]
+    write(tmp_path / name)
+    lines = []
+    documents = found(from_files(tmp_path / name, bad_records=0.13), lines.append)
+    numbers = [*range(1, 8), *range(8 + bad, 51 + bad)]
+    assert documents == {f"{name}:{number}": text for number, text in zip(numbers, GOOD, strict=True)}
+    counts, places = lines
+    assert counts == f"data: {bad} of {50 + bad} records, in 1 of 1 files, are bad and left out"
+    assert re.fullmatch(rf"data: .*/{name}: {bad} bad: {reasons}.*", places)
+    with pytest.raises(
+        ValueError, match=rf"{bad} of {50 + bad} records.*data.bad_records=0.01 .*{name} \({reasons[:7]}"
+    ):
+        all_documents(from_files(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.py", "a.jsonl", "a.jsonl.gz"])
+def test_a_byte_order_mark_is_not_text(tmp_path, name):
+    content = jsonl(["text"]) if "jsonl" in name else b"text"
+    (tmp_path / "plain").mkdir()
+    for path, mark in ((tmp_path / "plain" / name, b""), (tmp_path / name, b"\xef\xbb\xbf")):
+        path.write_bytes(gzip.compress(mark + content) if name.endswith(".gz") else mark + content)
+    assert list(found(from_files(tmp_path / name)).values()) == ["text"]
+    assert found(from_files(tmp_path / name)) == found(from_files(tmp_path / "plain" / name))
 
 
 @pytest.mark.parametrize(
@@ -229,4 +291,6 @@ def test_links_are_followed_and_may_lead_nowhere(tmp_path):
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "a.txt").symlink_to(tmp_path / "real.txt")
     (tmp_path / "linked" / "b.txt").symlink_to(tmp_path / "none.txt")
-    assert found(from_files(tmp_path / "linked" / "*.txt")) == {"a.txt": "text"}
+    lines = []
+    assert found(from_files(tmp_path / "linked" / "*.txt"), lines.append) == {"a.txt": "text"}
+    assert re.fullmatch(r"data: 1 of 2 files .* left out: .*/linked/b.txt \(a link that leads nowhere\)", *lines)

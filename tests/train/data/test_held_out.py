@@ -192,8 +192,9 @@ def test_a_small_corpus_is_the_same_as_before_the_index_was_mapped(tmp_path, pac
         (tmp_path / f"{number}.txt").write_text(f"text {number} " * (3 + number))
     lines = [json.dumps({"text": f"line {number} " * (1 + number % 7)}) + "\n" for number in range(500)]
     (tmp_path / "lines.jsonl").write_text("".join(lines))
-    (tmp_path / "bad.jsonl").write_text('{"text": "first"}\n{')
-    parts = [{"paths": [f"{tmp_path}/*.txt"], "weight": 2.0}, {"paths": [f"{tmp_path}/*.jsonl"]}]
+    frame = pytest.importorskip("zstandard").ZstdCompressor().compress(b'{"text": "first"}\n')
+    (tmp_path / "bad.jsonl.zst").write_bytes(frame + frame[:6])
+    parts = [{"paths": [f"{tmp_path}/*.txt"], "weight": 2.0}, {"paths": [f"{tmp_path}/*.jsonl*"]}]
     text = {"mixture": parts} if mixed else {"paths": [f"{tmp_path}/*"]}
     values = {"source": "files", "held_out": 0.2, "packing": packing, **text}
     config = parse({"data": values, "train": {"length": 16, "batch_tokens": 64}})

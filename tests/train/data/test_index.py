@@ -11,6 +11,7 @@ from train.data import index, packing, storage
 from train.data.corpus import HASHES, INDEX, SIZES, dump_arrays, open_corpus, tokens_name
 from train.data.held_out import hold_out
 from train.data.index import Index
+from train.data.left_out import LeftOut
 from train.data.packing import pack_corpora
 from train.data.storage import LocalFolder, RemoteFolder
 
@@ -52,7 +53,7 @@ def many(tmp_path_factory):
         file.truncate(2 * EACH * MANY)
     folder.write(SIZES, np.full(MANY, EACH, np.int64).tobytes())
     folder.write(HASHES, np.random.default_rng(0).integers(0, 2**48, MANY).astype(np.uint64).tobytes())
-    about = {"digest": "x", "corrupt": {}, "files": 1, "kind": "<u2", "documents": MANY}
+    about = {"digest": "x", "left_out": LeftOut().dump(), "files": 1, "kind": "<u2", "documents": MANY}
     folder.write(INDEX, dump_arrays(shards=np.array([1]), shard_sizes=np.array([EACH * MANY]), about=json.dumps(about)))
     return folder.path
 

@@ -78,10 +78,14 @@ def test_jsonl_has_a_document_on_each_line(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"none of the files can be read, 1 in all: .*a.jsonl \(line 2: not valid JSON"),
+        (
+            "{",
+            r"1 of 2 records, .* are bad, more than data.bad_records=0.01 allows: .*a.jsonl \(line 2: not valid JSON",
+        ),
         ('{"texts": "x"}', "line 2: no text under 'text', found keys .'texts'.; did you mean data.text_key=texts"),
-        ('{"text": 3}', "line 2: no text under 'text'"),
-        ("[1]", "line 2: no text under 'text'"),
+        ('{"text": 3}', "line 2: no text under 'text', found a value of type int"),
+        ('{"text": null}', "line 2: no text under 'text', found null.; data.bad_records=0.5 would leave them out"),
+        ("[1]", "line 2: no text under 'text', found a value of type list"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):

@@ -28,6 +28,7 @@ class DataConfig:
     paths: tuple[str, ...] = ()  # files, globs of files, or folders of `datasets`
     mixture: tuple[SourceConfig, ...] = ()  # instead of `paths`: several, with weights
     text_key: str = "text"  # the key or column of the text
+    bad_records: float = 0.01  # the largest share of a part's lines and rows that may have no text; these are left out
     held_out: float = 0.05  # share of the documents kept from training, for evaluation
     held_out_tokens: int = 2**26  # the most tokens that are held out, 64 Mi; at least one document is held out
     tokenizer: str = "bytes"  # or a tokenizer.json of Hugging Face, a .model of SentencePiece, or a GGUF file
@@ -39,6 +40,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_fraction("data.held_out", self.held_out)
+        check(0 <= self.bad_records <= 1, f"data.bad_records must be from 0 to 1, found {self.bad_records}")
         check_positive("data", self, "held_out_tokens")
         if self.source == "files":
             self._check_files()
