@@ -187,7 +187,7 @@ _NEOX = "gpt_neox.layers.{layer}."
 
 
 def _neox_tensors(config: DecoderConfig) -> dict[str, View]:
-    """The views of GPT-NeoX. The head is named ``embed_out`` in files, but not in ``state_dict``."""
+    """The views of GPT-NeoX, whose head is ``embed_out`` in released files, but ``lm_head`` in ``state_dict``."""
     found = megatron(_NEOX, "attention") | norm("norm", "gpt_neox.final_layer_norm")
     return found | tables("gpt_neox.embed_in", "embed_out")
 
@@ -233,6 +233,7 @@ GPT_NEOX = Family(
     {},
     "gpt_neox.",
     ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+    renamed={"embed_out.weight": "lm_head.weight"},
     norm=LAYER_NORM,
     eps="layer_norm_eps",
     activations=PLAIN,

@@ -20,6 +20,7 @@ from posjax.nn.huggingface.files import (
     INDEX,
     SUFFIX,
     FileLayout,
+    check_no_pointer,
     create,
     is_local,
     lay_out,
@@ -208,7 +209,10 @@ def files_beside(like: str | Path) -> dict[str, bytes]:
 
         return {name: content.encode() for name, content in GGUF(like).tokenizer_files().items()}
     files, root = open_location(like)
-    return {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
+    found = {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
+    for name, content in found.items():
+        check_no_pointer(content, f"{root}/{name}")
+    return found
 
 
 def _publish(partial: Path, files: Any, root: str) -> None:
