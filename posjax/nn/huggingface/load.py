@@ -93,7 +93,7 @@ def from_pretrained(
     Args:
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec, or
             a local GGUF file. The families are those of ``nn.huggingface.FAMILIES``.
-        dtype: of the parameters; None for the dtypes of the files.
+        dtype: of the parameters; None for the dtypes of the files. Numbers of the files that are infinite or NaN stay.
         sharding: computes the sharding of a parameter from the logical names of its axes and its shape; see
             ``logical_axes``. When left out all parameters are on one device.
         changes: fields of ``DecoderConfig`` that do not change the model: ``compute_dtype``, ``remat``,
@@ -102,8 +102,8 @@ def from_pretrained(
     Raises:
         FileNotFoundError: if the model does not exist.
         ValueError: for a family or option that ``Decoder`` does not have; for tensors that are missing, unexpected or
-            of another shape than in the config; for a head that differs from the embedding although config.json ties
-            them; for pickles.
+            of another shape than in the config, or that hold a number beyond the range of ``dtype``; for a head that
+            differs from the embedding although config.json ties them; for pickles.
     """
     for name in changes:
         check_choice("changes", name, _CHANGES)
@@ -128,8 +128,8 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
         wanted: the tree of parameters as ``jax.ShapeDtypeStruct``, with shardings or without.
 
     Raises:
-        ValueError: for tensors that are missing, unexpected or of another shape, and for a head that differs from the
-            embedding although config.json ties them.
+        ValueError: for tensors that are missing, unexpected, of another shape or beyond the range of the dtype, and for
+            a head that differs from the embedding although config.json ties them.
     """
     family, sizes = family_of(values), sizes_of(config)
     parameters = stored(family, config, wanted)
@@ -282,7 +282,7 @@ def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, s
 
 def _read(source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, name: str) -> jax.Array:
     """A parameter, or one layer of it, from its tensor."""
-    tensor, dtype = source.tensor(name), np.dtype(struct.dtype)
+    tensor, dtype, view = source.tensor(name), np.dtype(struct.dtype), dataclasses.replace(view, name=name)
     return jax.make_array_from_callback(
         struct.shape, _sharding(struct), lambda index: view.read(tensor, sizes, index, dtype)
     )

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather, sync_global_devices
 
 from posjax._checks import check, check_positive
 from posjax.nn.config import DecoderConfig
@@ -40,6 +40,7 @@ from posjax.nn.huggingface.load import (
     stored,
 )
 from posjax.nn.huggingface.registry import family_of, fitting_family, read_config, write_config
+from posjax.nn.huggingface.views import check_fits, overflow
 
 COPIED = (
     "tokenizer.json",
@@ -86,11 +87,12 @@ def save_pretrained(
         like: a released model whose other files (the tokenizer, ...) and other keys of ``config.json`` are copied.
         family: the ``model_type`` to write; when left out that of ``like``, or without ``like`` the first family whose
             layout can store the config.
-        dtype: of the tensors; the dtype of the parameters when left out.
+        dtype: of the tensors; the dtype of the parameters when left out. Numbers that are infinite or NaN stay.
         max_file_bytes: the largest size of a file, unless one tensor is larger.
 
     Raises:
-        ValueError: for a decoder that the layout cannot store (CoCA, ReRoPE, ...), and a folder that holds a model.
+        ValueError: for a decoder that the layout cannot store (CoCA, ReRoPE, ...), for a number beyond the range of
+            ``dtype``, and for a folder that holds a model. Nothing is written then.
     """
     check_positive("max_file_bytes", max_file_bytes)
     check_dtype(dtype)
@@ -104,6 +106,7 @@ def save_pretrained(
     with reaching(path):
         check(not files.isfile(root), f"{path} is a file; choose a folder")
         _check_empty(path, names_in(files, root))
+    _check_range(parameters, dtype)
     layouts, first = lay_out(tensors, max_file_bytes), jax.process_index() == 0
     copied = {} if like is None or not first else files_beside(like)
     others = copied | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()}
@@ -122,6 +125,18 @@ def _check_empty(path: str | Path, names: Sequence[str]) -> None:
     """Raises ValueError for a folder with a config, an index or tensors."""
     found = [name for name in names if name in (CONFIG, INDEX) or name.endswith(SUFFIX)]
     check(not found, f"{path} holds a model already; choose another folder (found {', '.join(found[:3])})")
+
+
+def _check_range(parameters: Sequence[Stored], dtype: str | None) -> None:
+    """Raises ValueError, on every process, for a number that would be infinite in the dtype."""
+    if dtype is None:
+        return
+    found = {name: 0.0 for parameter in parameters for name in parameter.tensors}
+    for name, _, values in (part for parameter in parameters for part in _parts(parameter)):
+        found[name] = max(found[name], overflow(values, np.dtype(dtype)))
+    everywhere = process_allgather(np.array(list(found.values()))).reshape(-1, len(found)).max(0)
+    for name, largest in zip(found, everywhere, strict=True):
+        check_fits(name, float(largest), np.dtype(dtype))
 
 
 def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
