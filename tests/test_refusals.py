@@ -28,8 +28,8 @@ WIDE = rotary.Plain(head_dim=128)
 
 
 @functools.cache
-def decoder(name: str = "rope") -> Decoder:
-    config = DecoderConfig(vocab_size=11, num_layers=1, model_dim=16, num_heads=2, scheme=pj.scheme(name))
+def decoder(name: str = "rope", **options) -> Decoder:
+    config = DecoderConfig(vocab_size=11, num_layers=1, model_dim=16, num_heads=2, scheme=pj.scheme(name, **options))
     return Decoder(config, rngs=nnx.Rngs(0))
 
 
@@ -218,6 +218,22 @@ BAD = {
     "a negative batch of a cache": (lambda: decoder().init_cache(-1, 4), "batch must be positive .* found -1"),
     "a negative capacity": (lambda: decoder().init_cache(2, -4), "capacity must be positive .* found -4"),
     "a negative chunk": (lambda: decoder().init_cache(2, 4, chunk=-1), "chunk must be positive .* found -1"),
+    "a row beyond the learned positions": (
+        lambda: decoder("learned", max_length=4)(jnp.zeros((2, 5), jnp.int32)),
+        "tokens: rows of 5 tokens, .* 4 positions",
+    ),
+    "a range beyond the learned positions": (
+        lambda: decoder("learned", max_length=4)(IDS[:, :3], positions=pj.positions.Range(2, 3)),
+        "tokens: rows of 5 tokens, .* 4 positions",
+    ),
+    "a row beyond the hierarchical positions": (
+        lambda: decoder("hierarchical", max_length=2)(jnp.zeros((2, 5), jnp.int32)),
+        "tokens: rows of 5 tokens, .* 4 positions",
+    ),
+    "a cache beyond the learned positions": (
+        lambda: decoder("learned", max_length=4).init_cache(2, 5),
+        "capacity: rows of 5 tokens, .* 4 positions",
+    ),
     "a negative size of a linear cache": (
         lambda: LINEAR.init_cache(2, 4, **SIZES | {"num_kv_heads": -2}),
         "num_kv_heads must be positive .* found -2",

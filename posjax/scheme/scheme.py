@@ -29,7 +29,7 @@ from posjax.layout import Layout
 from posjax.positions import Positions
 from posjax.scheme.calls import LayerCache, NewTokens, Params, Where, check_projections, check_rows, row_positions
 from posjax.scheme.changes import check_same_parameters, replaced
-from posjax.scheme.checks import check_composition, check_direction, check_slots
+from posjax.scheme.checks import check_composition, check_direction, check_reach, check_slots
 from posjax.scheme.choices import Choices
 from posjax.scheme.linear import LinearAttention
 from posjax.scheme.parameters import init_slots
@@ -294,10 +294,11 @@ class Scheme(Choices):
             dtype: of keys and values, float32 when left out.
 
         Raises:
-            ValueError: for a number that is not whole and above 0.
+            ValueError: for a number that is not whole and above 0, and a capacity beyond a learned embedding.
         """
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         check_counts(batch=batch, capacity=capacity, chunk=chunk, **heads)
+        check_reach(self.embedding, "capacity", capacity)
         return self._executor.empty(batch, capacity, **heads, chunk=chunk, dtype=dtype)
 
     def decode(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from posjax import nn
 from posjax._checks import check
+from posjax.scheme.checks import check_reach
 from train.checkpoint.restore import config_of, entry_in_stage, restore
 from train.data.tokenizer import Tokenizer, ends_of_text, load_tokenizer
 from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
@@ -76,7 +77,7 @@ def tokens_after(
     A given mesh must be in use; parameters and the cache are split over it. Schemes that depend on the current length
     use the length of prompt and generated tokens together, from the first chunk on.
 
-    Raises ValueError if the logits are not finite, as for a learned embedding beyond its table.
+    Raises ValueError if the logits are not finite.
     """
     prompts, total = np.asarray(prompt, np.int32)[None], len(prompt) + sampling.tokens
     graph, ready = to_decode(model, mesh)
@@ -125,7 +126,8 @@ def generate(
     `overrides` may change keys that did not affect the training: ``scheme.extend``, to run beyond the training length.
 
     Returns the text without the prompt. Raises FileNotFoundError without a trained run, and ValueError for overrides
-    that would need a new training, for models that do not predict the next token, and for a prompt without a token.
+    that would need a new training, for models that do not predict the next token, for a prompt without a token, and for
+    more tokens than a learned embedding has positions.
     """
     write = write or _print
     config = config_of(directory, overrides)
@@ -138,7 +140,9 @@ def generate(
     mesh = mesh_for(config, rows=1)
     stage, model = restore(directory, config, mesh=mesh)
     entry = entry_in_stage(config.scheme, config, stage)
-    model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
+    total = len(tokens) + sampling.tokens
+    model = model.with_scheme(evaluated_scheme(stage, entry, total))
+    check_reach(model.config.layers.embedding, "--tokens, together with those of the prompt", total)
     ends = ends_of_text(config.data, tokenizer)
     write(prompt)
     with on(mesh):
