@@ -340,12 +340,6 @@ def _mpt(values: Values) -> dict[str, Any]:
             f"config.json: attn_config.{key} {found!r} is an option that Decoder does not have; {fits[0]!r} would work"
         )
         check(found in fits, why)
-    heads = values["n_heads"]
-    check(
-        heads & (heads - 1) == 0,
-        f"config.json: n_heads {heads}: MPT orders the slopes of ALiBi differently from the paper unless the number of "
-        "heads is a power of 2; such a model cannot be read",
-    )
     return {
         "query_scale": attention.get("softmax_scale"),
         "activation": "gelu-exact",

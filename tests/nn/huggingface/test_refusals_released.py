@@ -153,7 +153,10 @@ CONFIGS = {
         released.CASES["mpt"] | {"attn_config": {"alibi": False}},
         ["attn_config.alibi False is an option that Decoder does not have; True would work"],
     ),
-    "mpt heads": (released.CASES["mpt"] | {"n_heads": 6}, ["n_heads 6: MPT orders the slopes of ALiBi differently"]),
+    "mpt slopes": (
+        released.CASES["mpt"] | {"attn_config": {"alibi": True, "alibi_bias_max": 4}},
+        ["attn_config.alibi_bias_max 4 is an option that Decoder does not have; 8 would work"],
+    ),
     "mpt biases": (
         released.CASES["mpt"] | {"no_bias": False},
         ["no_bias False is an option that Decoder"],
