@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._angles import as_real_positions, exact, real_angles
-from posjax._checks import check, check_choice, check_count, check_even, check_number
-from posjax._numbers import level
+from posjax._checks import check, check_choice, check_count, check_even, check_number, shown
+from posjax._numbers import LARGEST, level
 from posjax.positions import Positions, Range, as_array
 
 CONVENTIONS = ("interleaved", "concatenated", "tensor2tensor")
@@ -160,6 +160,8 @@ class Learned:
 
     def __post_init__(self):
         check_count("max_length", self.max_length)
+        fits = self.max_length <= LARGEST
+        check(fits, f"max_length must be at most {LARGEST}, as positions are int32; found {shown(self.max_length)}")
         check_number("stddev", self.stddev, at_least=0)
 
     @property

@@ -281,7 +281,7 @@ class Decoder(nnx.Module):
     def _shared(self) -> dict:
         shared = {}
         for spec, params in zip(_shared_schemes(self.config), self.shared, strict=True):
-            shared |= {scheme: plain(params) for scheme in self.config.layers.schemes if scheme.bias == spec.bias}
+            shared |= {scheme: plain(params) for scheme in self.config.layers.kinds if scheme.bias == spec.bias}
         return shared
 
     def _embed(self, tokens, inputs: LayerInputs):
@@ -369,7 +369,7 @@ def _stack(
 def _shared_schemes(config: DecoderConfig) -> list[Scheme]:
     """One scheme for each distinct bias whose parameters all layers share."""
     found = {}
-    for scheme in config.layers.schemes:
+    for scheme in config.layers.kinds:
         if scheme.bias is not None and scheme.bias.shared_across_layers:
             found.setdefault(scheme.bias, scheme)
     return list(found.values())

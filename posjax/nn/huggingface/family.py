@@ -199,7 +199,7 @@ _WRITABLE = (
 
 def window_of(config: DecoderConfig) -> int | None:
     """The window of the sliding layers. Raises ValueError for a mask that is not a window."""
-    found = {scheme.mask for scheme in config.layers.schemes} - {None}
+    found = {scheme.mask for scheme in config.layers.kinds} - {None}
     for mask in found:
         check(isinstance(mask, masks.Window), f"scheme: config.json cannot store mask {shown(mask)}, only a window")
     check(len(found) < 2, f"scheme: config.json has one window for all layers, found {shown(found)}")

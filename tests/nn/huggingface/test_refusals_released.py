@@ -153,6 +153,13 @@ CONFIGS = {
         released.CASES["mpt"] | {"attn_config": {"alibi": False}},
         ["attn_config.alibi False is an option that Decoder does not have; True would work"],
     ),
+    **{
+        f"huge {key}": (
+            released.CASES["gemma3_text"] | {"layer_types": None, key: 2**63},
+            [f"config.json: {key} must be at most", f"found {2**63}"],
+        )
+        for key in ("num_hidden_layers", "vocab_size", "intermediate_size", "sliding_window_pattern")
+    },
     "mpt slopes": (
         released.CASES["mpt"] | {"attn_config": {"alibi": True, "alibi_bias_max": 4}},
         ["attn_config.alibi_bias_max 4 is an option that Decoder does not have; 8 would work"],
