@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._checks import check, shown
+from posjax._checks import POINTER, check, check_no_pointer, shown
 
 SUFFIX = ".safetensors"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -133,7 +133,7 @@ class TensorFolder:
         path = f"{self._root}/{file}"
         total = self._files.size(path)
         check(total >= 8, f"{path} is not a safetensors file: it has {total} bytes")
-        start = self._files.cat_file(path, start=0, end=max(8, len(_POINTER)))
+        start = self._files.cat_file(path, start=0, end=len(POINTER))
         check_no_pointer(start, path)
         size = int.from_bytes(start[:8], "little")
         check(
@@ -279,17 +279,6 @@ def names_in(files: Any, root: str) -> list[str]:
     """The names in a folder, sorted; none if the folder does not exist."""
     found = files.ls(root, detail=False) if files.isdir(root) else []
     return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
-
-
-_POINTER = b"version https://git-lfs.github.com/spec/"
-
-
-def check_no_pointer(content: bytes, path: str | Path) -> None:
-    """Raises ValueError for a file, by its first bytes, in whose place git-lfs has left a pointer to it."""
-    check(
-        not content.startswith(_POINTER),
-        f"{path} is only a pointer of git-lfs, not the file: run `git lfs pull` in its folder, or download the file",
-    )
 
 
 def is_local(files: Any) -> bool:

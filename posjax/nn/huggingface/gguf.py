@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from posjax._checks import check, check_choice
-from posjax.nn.huggingface.files import Entry, check_no_pointer
+from posjax._checks import POINTER, check, check_choice, check_no_pointer
+from posjax.nn.huggingface.files import Entry
 from posjax.nn.huggingface.gguf_tokenizer import tokenizer_files
 
 _KEYS = {
@@ -157,7 +157,7 @@ def _reader(path: str | Path) -> Any:
     except ModuleNotFoundError:
         raise ModuleNotFoundError("a GGUF file needs the package gguf: pip install posjax[hf]") from None
     with open(path, "rb") as file:
-        check_no_pointer(file.read(64), path)
+        check_no_pointer(file.read(len(POINTER)), path)
     try:
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError) as error:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather, sync_global_devices
 
-from posjax._checks import check, check_positive
+from posjax._checks import check, check_no_pointer, check_positive
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
 from posjax.nn.huggingface.family import Family, check_same, sizes_of
@@ -20,7 +20,6 @@ from posjax.nn.huggingface.files import (
     INDEX,
     SUFFIX,
     FileLayout,
-    check_no_pointer,
     create,
     is_local,
     lay_out,

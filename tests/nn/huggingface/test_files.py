@@ -240,6 +240,19 @@ def test_a_broken_file_is_named_with_what_is_wrong(name, tmp_path):
     assert_refused(tmp_path, words)
 
 
+@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001-of-00005.safetensors", "tokenizer.model"])
+def test_a_pointer_of_git_lfs_is_named_with_what_to_do(name, tmp_path):
+    decoder = released.random_decoder(released.CASES["falcon"])
+    save_pretrained(decoder, tmp_path / "there", max_file_bytes=40_000)
+    (tmp_path / "there" / name).write_bytes(POINTER)
+    words = [str(tmp_path / "there" / name), "pointer of git-lfs", "git lfs pull"]
+    if name == "tokenizer.model":
+        released.refuse(words, save_pretrained, decoder, tmp_path / "copy", like=tmp_path / "there")
+        assert not (tmp_path / "copy").exists()
+    else:
+        released.refuse(words, from_pretrained, tmp_path / "there")
+
+
 def test_every_file_that_is_cut_is_refused(tmp_path):
     """At any byte: in the size, in the header, and in the tensors."""
     released.write_tensors(tmp_path, SMALL, 10**6)
