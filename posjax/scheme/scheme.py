@@ -310,7 +310,7 @@ class Scheme(Choices):
         *,
         params: Params | None = None,
         index: Int[Array, "batch tokens"],
-        valid: Bool[Array, "batch tokens"],
+        valid: Bool[Array, "batch tokens"] | None = None,
         positions: Int[Array, "batch tokens"] | None = None,
         coordinates: Array | None = None,
         length: int | Int[Array, "..."],
@@ -327,7 +327,7 @@ class Scheme(Choices):
             cache: from ``init_cache``, or an earlier call.
             params: see ``attend``.
             index: for each token, how many tokens of its row come before it.
-            valid: False for padding.
+            valid: False for padding; everything is valid when left out.
             positions: of the new tokens; ``index`` when left out. If the scheme caches only recent tokens
                 (``kept_keys``), positions must be at least 0 and increase along a row.
             coordinates: see ``attend``; only for schemes that cache rotated keys.
@@ -340,6 +340,7 @@ class Scheme(Choices):
         check_projections(q, k, v, self.maps.widths)
         check_rows(cache, q)
         check_length(length)
+        valid = jnp.ones_like(index, bool) if valid is None else valid
         positions = index if positions is None else positions
         where = Where(Placement(), positions, positions, coordinates, length, self.maps.head_dim(k.shape[-1]))
         specs = explicit_spec(q), jax.tree.map(explicit_spec, cache)
