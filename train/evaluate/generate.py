@@ -1,6 +1,7 @@
 """Generates text with a saved run: the prompt is read in chunks, then tokens are decoded one by one."""
 
 import codecs
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -48,25 +49,26 @@ class Draws:
 
     def __post_init__(self):
         for name in ("tokens", "temperature", "top_k", "seed"):
-            value = getattr(self, name)
-            option = f"--{name.replace('_', '-')}"
-            if value < 0:
-                raise ValueError(f"{option} must not be negative, found {value}")
-            if not value < 2**32:
-                raise ValueError(f"{option} must be below 2**32, found {value}")
+            option, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            check(name == "temperature" or isinstance(value, int), f"{option} must be a whole number, found {value}")
+            check(math.isfinite(value), f"{option} must be a finite number, found {value}")
+            check(value >= 0, f"{option} must not be negative, found {value}")
+            check(value < 2**32, f"{option} must be below 2**32, found {value}")
 
 
 def choose(
     key: Key[Array, ""], logits: Float[Array, "rows vocabulary"], temperature: float, top_k: int
 ) -> Int[Array, "rows"]:
     """The next token of every row, drawn from ``softmax(logits / temperature)``, optionally of the likeliest tokens
-    only."""
+    only. The smaller the temperature, the closer it is to the likeliest token, down to 0."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
     if 0 < top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(key, logits / temperature)
+    # Below the largest logit, so that no small temperature makes it infinite, or 0 / 0 if float32 rounds that to 0.
+    below = logits - logits.max(-1, keepdims=True)
+    return jax.random.categorical(key, jnp.where(below == 0, 0, below / temperature))
 
 
 def tokens_after(
