@@ -17,6 +17,18 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""The first bytes of a pointer of git-lfs."""
+
+
+def check_no_pointer(content: bytes, path: Any) -> None:
+    """Raises if a file, by its first bytes, is a pointer that git-lfs has left in the place of the file."""
+    check(
+        not content.startswith(POINTER),
+        f"{path} is only a pointer of git-lfs, not the file: run `git lfs pull` in its folder, or download the file",
+    )
+
+
 _LONGEST = 100
 _MOST = 16
 

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._angles import as_real_positions, exact, real_angles
-from posjax._checks import check, check_choice, check_count, check_even, check_number
-from posjax._numbers import level
+from posjax._checks import check, check_choice, check_count, check_even, check_number, shown
+from posjax._numbers import LARGEST, level
 from posjax.positions import Positions, Range, as_array
 
 CONVENTIONS = ("interleaved", "concatenated", "tensor2tensor")
@@ -69,8 +69,8 @@ def learned(
 ) -> Float[Array, "*batch length model_dim"]:
     """Rows of a learned table, one per position, in float32.
 
-    A position outside the table gives NaN, not the nearest row as in plain indexing. If the positions are known before
-    tracing (a ``Range`` with a static start), it raises ValueError instead.
+    A position of an array that is outside the table gives NaN, not the nearest row as in plain indexing: arrays may be
+    traced, and their padding may be outside. A ``Range`` with a static start raises ValueError instead.
     """
     return _rows(table, _within(positions, table.shape[0], f"the learned table of max_length {table.shape[0]}"))
 
@@ -86,7 +86,7 @@ def hierarchical(
     row. So it extends a model trained with ``learned``, for further training. If alpha were 0.5, two positions with
     ``a`` and ``c`` swapped would get the same vector.
 
-    Negative positions, and those from ``n^2`` on, give NaN, or ValueError if they are known before tracing.
+    Negative positions, and those from ``n^2`` on, give NaN, or ValueError in a ``Range`` with a static start.
 
     Raises:
         ValueError: if ``alpha`` is not between 0 and 1, or is 0.5.
@@ -160,6 +160,8 @@ class Learned:
 
     def __post_init__(self):
         check_count("max_length", self.max_length)
+        fits = self.max_length <= LARGEST
+        check(fits, f"max_length must be at most {LARGEST}, as positions are int32; found {shown(self.max_length)}")
         check_number("stddev", self.stddev, at_least=0)
 
     @property
@@ -175,7 +177,7 @@ class Learned:
     def embed(
         self, params: dict[str, Float[Array, "max_length model_dim"]], positions: Positions, model_dim: int
     ) -> Float[Array, "*batch length model_dim"]:
-        """The embedding of each position, float32; NaN (or ValueError) for positions outside the table."""
+        """The embedding of each position, float32; outside the table NaN, or ValueError for a static ``Range``."""
         table = params["embedding"]
         expected = (self.max_length, model_dim)
         check(table.shape == expected, f"embedding must have shape {expected}, found {table.shape}")

@@ -398,11 +398,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "2",
     ): "of the 1 in -1: any negative number is before layer 0",
     (
-        "posjax/nn/huggingface/gguf.py",
-        "name: Entry(str(path), 0, np.dtype(np.float32), tuple(int(n) for n in reversed(tensor.shape)))",
-        "1",
-    ): "nothing reads the start of an entry of a GGUF file",
-    (
         "posjax/rotary/coordinates.py",
         "return np.indices(sizes, dtype=np.int32).reshape(len(sizes), -1).T",
         "2",

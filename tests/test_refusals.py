@@ -13,7 +13,7 @@ from flax import nnx
 
 import posjax as pj
 from posjax import bias, coca, linear, masks, norms, pope, positions, remap, rotary, scales
-from posjax.nn import Decoder, DecoderConfig
+from posjax.nn import Decoder, DecoderConfig, Experts
 from posjax.positions import Range
 from posjax.scheme import Scheme
 from posjax.scheme.registry import slot
@@ -28,9 +28,13 @@ WIDE = rotary.Plain(head_dim=128)
 
 
 @functools.cache
-def decoder(name: str = "rope") -> Decoder:
-    config = DecoderConfig(vocab_size=11, num_layers=1, model_dim=16, num_heads=2, scheme=pj.scheme(name))
+def decoder(name: str = "rope", **options) -> Decoder:
+    config = DecoderConfig(vocab_size=11, num_layers=1, model_dim=16, num_heads=2, scheme=pj.scheme(name, **options))
     return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def sized(**sizes) -> DecoderConfig:
+    return DecoderConfig(**{"vocab_size": 11, "num_layers": 1, "model_dim": 16, "num_heads": 2} | sizes)
 
 
 def attention(q=X, k=X, v=X, **options):
@@ -218,6 +222,32 @@ BAD = {
     "a negative batch of a cache": (lambda: decoder().init_cache(-1, 4), "batch must be positive .* found -1"),
     "a negative capacity": (lambda: decoder().init_cache(2, -4), "capacity must be positive .* found -4"),
     "a negative chunk": (lambda: decoder().init_cache(2, 4, chunk=-1), "chunk must be positive .* found -1"),
+    **{
+        f"a huge {name}": (lambda name=name: sized(**{name: 2**63}), f"{name} must be at most .* found {2**63}")
+        for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
+    },
+    "more parameters than any machine holds": (
+        lambda: sized(vocab_size=2**30, model_dim=2**25),
+        f"vocab_size {2**30}, .* model_dim {2**25}: .* parameters",
+    ),
+    "more experts than any machine holds": (lambda: sized(experts=Experts(2**62, 1)), "num_layers 1 .* parameters"),
+    "a huge table of positions": (lambda: pj.absolute.Learned(2**63), f"max_length must be .* found {2**63}"),
+    "a row beyond the learned positions": (
+        lambda: decoder("learned", max_length=4)(jnp.zeros((2, 5), jnp.int32)),
+        "tokens: rows of 5 tokens, .* 4 positions",
+    ),
+    "a range beyond the learned positions": (
+        lambda: decoder("learned", max_length=4)(IDS[:, :3], positions=pj.positions.Range(2, 3)),
+        "tokens: rows of 5 tokens, .* 4 positions",
+    ),
+    "a row beyond the hierarchical positions": (
+        lambda: decoder("hierarchical", max_length=2)(jnp.zeros((2, 5), jnp.int32)),
+        "tokens: rows of 5 tokens, .* 4 positions",
+    ),
+    "a cache beyond the learned positions": (
+        lambda: decoder("learned", max_length=4).init_cache(2, 5),
+        "capacity: rows of 5 tokens, .* 4 positions",
+    ),
     "a negative size of a linear cache": (
         lambda: LINEAR.init_cache(2, 4, **SIZES | {"num_kv_heads": -2}),
         "num_kv_heads must be positive .* found -2",

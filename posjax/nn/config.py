@@ -2,17 +2,35 @@
 
 import dataclasses
 import operator
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_number, check_positive
-from posjax._numbers import level
+from posjax._checks import check, check_choice, check_number, check_positive, shown
+from posjax._numbers import LARGEST, level
 from posjax.attention.sharded import Placement
 from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
 from posjax.scheme import Layers, Scheme, uniform
+from posjax.scheme.layers import MOST_LAYERS
+
+_MOST_PARAMETERS = 10**16
+"""A thousand times the largest models."""
 
 REMAT = ("none", "dots", "offload", "attention", "full")
+
+
+def check_size(name: str, field: str, value: Any) -> None:
+    """Raises ValueError for a size that is not positive, or larger than any machine could use.
+
+    Args:
+        name: in the message.
+        field: the size as a field of ``DecoderConfig``.
+        value: the size.
+    """
+    check_positive(name, value)
+    most = MOST_LAYERS if field == "num_layers" else LARGEST
+    check(value <= most, f"{name} must be at most {most}, found {shown(value)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +111,7 @@ class DecoderConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):
-            check_positive(name, getattr(self, name))
+            check_size(name, name, getattr(self, name))
         check_choice("activation", self.activation, ACTIVATIONS)
         self._check_numbers()
         check_choice("remat", self.remat, REMAT)
@@ -103,6 +121,7 @@ class DecoderConfig:
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads must be a multiple of num_kv_heads, found {self.num_heads} and {self.num_kv_heads}",
         )
+        self._check_total()
         self._check_schemes()
 
     def _check_numbers(self) -> None:
@@ -115,7 +134,7 @@ class DecoderConfig:
             check_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
 
     def _check_schemes(self) -> None:
-        for scheme in uniform(self.scheme, self.num_layers).schemes:
+        for scheme in uniform(self.scheme, self.num_layers).kinds:
             scheme.check_direction(self.causal)
             for name in self.logit_options:
                 check(scheme.linear is None, f"{name}: linear attention has no logits for it; leave it out")
@@ -138,7 +157,17 @@ class DecoderConfig:
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-            check_positive(name, getattr(self, name))
+        check_positive("embedding_scale", self.embedding_scale)
+        for name in ("num_kv_heads", "head_dim", "mlp_dim"):
+            check_size(name, name, getattr(self, name))
+
+    def _check_total(self) -> None:
+        experts = 1 if self.experts is None else self.experts.count
+        layer = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim + (2 + self.gated) * experts * self.mlp_dim
+        total = self.model_dim * (self.vocab_size + self.num_layers * layer)
+        sizes = f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {self.model_dim}"
+        fits = total <= _MOST_PARAMETERS
+        check(fits, f"{sizes}: {total:.0e} parameters are more than any machine holds; choose smaller sizes")
 
     @property
     def dtype(self) -> jnp.dtype:

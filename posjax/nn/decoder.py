@@ -23,6 +23,7 @@ from posjax.nn.norms import make_norm
 from posjax.nn.parameters import bias_parameter, parameter, placed, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Layers, Scheme
+from posjax.scheme.checks import check_reach
 
 _SAVE_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 
@@ -131,11 +132,16 @@ class Decoder(nnx.Module):
                 several axes (images), or real-valued. Masks, biases and scales still read ``positions``.
 
         Raises:
-            ValueError: for shapes that do not fit, tokens that are not integers, and a length that is not positive.
+            ValueError: for shapes that do not fit, tokens that are not integers, a length that is not positive, and
+                rows longer than a learned embedding. Positions in an array are not checked, nor the lengths of packed
+                documents: a token beyond the embedding gets NaN.
         """
         _check_shapes(tokens, positions, segment_ids, coordinates)
         check_length(length)
         inputs = self._layer_inputs(tokens, positions, segment_ids, length, coordinates)
+        places = inputs.positions
+        if isinstance(places, Range) and places.is_static and coordinates is None:
+            check_reach(self.config.layers.embedding, "tokens", places.start + places.length)
         x = self._embed(tokens, inputs)
         for stack in self.stacks:
             x = self._run(stack, x, inputs)
@@ -168,7 +174,7 @@ class Decoder(nnx.Module):
             chunk: the most tokens that are decoded at once, for instance the length of the prompt.
 
         Raises:
-            ValueError: for a number that is not whole and above 0.
+            ValueError: for a number that is not whole and above 0, and a capacity beyond a learned embedding.
         """
         config = self.config
         heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
@@ -275,7 +281,7 @@ class Decoder(nnx.Module):
     def _shared(self) -> dict:
         shared = {}
         for spec, params in zip(_shared_schemes(self.config), self.shared, strict=True):
-            shared |= {scheme: plain(params) for scheme in self.config.layers.schemes if scheme.bias == spec.bias}
+            shared |= {scheme: plain(params) for scheme in self.config.layers.kinds if scheme.bias == spec.bias}
         return shared
 
     def _embed(self, tokens, inputs: LayerInputs):
@@ -363,7 +369,7 @@ def _stack(
 def _shared_schemes(config: DecoderConfig) -> list[Scheme]:
     """One scheme for each distinct bias whose parameters all layers share."""
     found = {}
-    for scheme in config.layers.schemes:
+    for scheme in config.layers.kinds:
         if scheme.bias is not None and scheme.bias.shared_across_layers:
             found.setdefault(scheme.bias, scheme)
     return list(found.values())

@@ -45,7 +45,7 @@ class LayerInputs:
         length: the current length, for schemes that read it.
         shared: the parameters that all layers share, by scheme.
         coordinates: positions for the features only; see ``Scheme.attend``.
-        valid: False at padding, for decoding.
+        valid: False at padding, for decoding; None if everything is valid.
     """
 
     positions: Positions

@@ -8,7 +8,7 @@ from posjax import linear, masks, norms, rotary, scales, training_positions
 from posjax._checks import check, shown
 from posjax._slots import check_registered
 from posjax.scheme.choices import Choices
-from posjax.scheme.slots import PROTOCOLS, lacking
+from posjax.scheme.slots import PROTOCOLS, EmbeddingSlot, lacking
 
 
 def check_slots(scheme: Choices) -> None:
@@ -157,3 +157,13 @@ def check_direction(scheme: Choices, causal: bool) -> None:
         kind = type(spec).__name__
         remedy = f"use {kind}({found}) when every token sees both sides" if found and "=" in found else found
         check(found is None, f"{name}: {kind} is for causal attention; {remedy or 'use another method'}")
+
+
+def check_reach(embedding: EmbeddingSlot | None, name: str, tokens: int) -> None:
+    """Raises ValueError for rows of more tokens than a learned embedding has positions; beyond them it gives NaN."""
+    reach = getattr(embedding, "reach", tokens)
+    check(
+        tokens <= reach,
+        f"{name}: rows of {tokens} tokens, but the scheme's embedding has {reach} positions; use rows of at most "
+        f"{reach}, or an embedding of a larger max_length",
+    )

@@ -2,9 +2,18 @@
 
 import dataclasses
 
-from posjax._checks import check, shown
+from posjax._checks import check, check_count, shown
 from posjax.scheme.registry import check_known
 from posjax.scheme.scheme import Scheme
+
+MOST_LAYERS = 2**16
+"""Many times the layers of the deepest models; a larger number is a mistake."""
+
+
+def check_layers(num_layers: int) -> None:
+    """Raises ValueError unless the number of layers is whole, above 0 and at most ``MOST_LAYERS``."""
+    check_count("num_layers", num_layers)
+    check(num_layers <= MOST_LAYERS, f"num_layers must be at most {MOST_LAYERS}, found {shown(num_layers)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +26,8 @@ class Layers:
         patterns: ``((schemes of one period, repeats), ...)``.
 
     Raises:
-        ValueError: for empty patterns, or layers with different embeddings or training positions.
+        ValueError: for empty patterns, for more than ``MOST_LAYERS`` layers, or for layers with different embeddings or
+            training positions.
     """
 
     patterns: tuple[tuple[tuple[Scheme, ...], int], ...]
@@ -26,10 +36,11 @@ class Layers:
         check(bool(self.patterns), "patterns is empty: name at least one ((scheme, ...), repeats)")
         for schemes, repeats in self.patterns:
             check(bool(schemes) and repeats > 0, f"patterns: every period needs schemes and repeats, found {repeats}")
-        for scheme in self.schemes:
+        check(self.count <= MOST_LAYERS, f"patterns: at most {MOST_LAYERS} layers are possible, found {self.count}")
+        for scheme in self.kinds:
             check(isinstance(scheme, Scheme), f"patterns: expected posjax.Scheme, found {shown(scheme)}")
         for name in ("embedding", "training_positions"):
-            found = {getattr(scheme, name) for scheme in self.schemes}
+            found = {getattr(scheme, name) for scheme in self.kinds}
             check(len(found) == 1, f"patterns: all layers must name the same {name}, found {shown(found)}")
 
     @property
@@ -38,19 +49,29 @@ class Layers:
         return tuple(scheme for schemes, repeats in self.patterns for _ in range(repeats) for scheme in schemes)
 
     @property
+    def kinds(self) -> tuple[Scheme, ...]:
+        """The schemes of one period of every pattern: each scheme of a layer at least once, in order."""
+        return tuple(scheme for schemes, _ in self.patterns for scheme in schemes)
+
+    @property
+    def count(self) -> int:
+        """The number of layers."""
+        return sum(len(schemes) * repeats for schemes, repeats in self.patterns)
+
+    @property
     def embedding(self):
         """The embedding added to the token embeddings."""
-        return self.schemes[0].embedding
+        return self.kinds[0].embedding
 
     @property
     def training_positions(self):
         """How positions are drawn in training."""
-        return self.schemes[0].training_positions
+        return self.kinds[0].training_positions
 
     @property
     def shift_invariant(self) -> bool:
         """Whether shifting all positions by one constant changes nothing in any layer."""
-        return all(scheme.shift_invariant for scheme in self.schemes)
+        return all(scheme.shift_invariant for scheme in self.kinds)
 
     @property
     def counts_in_row(self) -> bool:
@@ -59,14 +80,14 @@ class Layers:
         True if some layer has a bias, none has features, and no layer changes when all positions of a document are
         shifted. The TPU kernels of biases by distance, such as T5's, need a ``Range``.
         """
-        biased = any(scheme.bias is not None for scheme in self.schemes)
-        without_features = all(scheme.features is None for scheme in self.schemes)
+        biased = any(scheme.bias is not None for scheme in self.kinds)
+        without_features = all(scheme.features is None for scheme in self.kinds)
         return biased and without_features and self.shift_invariant
 
     @property
     def reads_length(self) -> bool:
         """Whether some layer depends on the current length."""
-        return any(scheme.reads_length for scheme in self.schemes)
+        return any(scheme.reads_length for scheme in self.kinds)
 
     def attend(self, *arguments, **options):
         """Raises ValueError: use the ``attend`` of one scheme in ``schemes``."""
@@ -94,7 +115,7 @@ class Layers:
             applicable = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "remap")}
             return scheme.extend(**applicable)
 
-        chosen = [scheme for scheme in self.schemes if selected(scheme)]
+        chosen = [scheme for scheme in self.kinds if selected(scheme)]
         check(bool(chosen), f"layers: this scheme has no {layers!r} layer")
         which = "" if layers == "all" else f"{layers!r} "
         for name in ("frequencies", "remap"):
@@ -107,11 +128,11 @@ def uniform(scheme: Scheme | Layers, num_layers: int) -> Layers:
     """One scheme for all layers as ``Layers``; ``Layers`` are returned unchanged.
 
     Raises:
-        ValueError: if ``Layers`` have another number of layers.
+        ValueError: if ``Layers`` have another number of layers, and for more than ``MOST_LAYERS``.
     """
-    layers = scheme if isinstance(scheme, Layers) else Layers((((scheme,), num_layers),))
-    check(
-        len(layers.schemes) == num_layers,
-        f"scheme names {len(layers.schemes)} layers, but num_layers is {num_layers}",
-    )
-    return layers
+    if not isinstance(scheme, Layers):
+        check_layers(num_layers)
+        return Layers((((scheme,), num_layers),))
+    wanted = scheme.count == num_layers
+    check(wanted, f"scheme names {scheme.count} layers, but num_layers is {shown(num_layers)}")
+    return scheme

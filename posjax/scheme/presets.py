@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 from posjax import bias, coca, linear, masks, norms, pope, remap, rotary, scales, sinks, training_positions
 from posjax._checks import check, check_count, check_counts
 from posjax.scheme.choices import SLOT_NAMES
-from posjax.scheme.layers import Layers
+from posjax.scheme.layers import Layers, check_layers
 from posjax.scheme.registry import SLOTS, build, check_known, slots_with
 from posjax.scheme.scheme import Scheme
 
@@ -64,7 +64,7 @@ def _longformer(window: int = 512, dilation: int | tuple[int, ...] = 1, global_t
 
 def _periodic(period: Sequence[Scheme], num_layers: int) -> Layers:
     """A period that repeats over ``num_layers``; the last repeat may be cut."""
-    check_count("num_layers", num_layers)
+    check_layers(num_layers)
     whole = num_layers >= len(period)
     check(whole, f"num_layers must be at least {len(period)}, one period of this recipe, found {num_layers}")
     repeats, rest = divmod(num_layers, len(period))
@@ -89,7 +89,7 @@ def hwfa_window(num_layers: int, length: int, alpha: float = 0.75) -> int:
 
 
 def _check_several(num_layers: int) -> None:
-    check_count("num_layers", num_layers)
+    check_layers(num_layers)
     check(num_layers > 1, f"num_layers must be at least 2, found {num_layers}")
 
 
@@ -129,7 +129,8 @@ def _hwfa2(
             ``3 length / num_layers``.
         base: b of RoPE's theta_t = b^(-2t/d), d the size of a head.
     """
-    check_counts(num_layers=num_layers, length=length, full_layers=full_layers)
+    check_layers(num_layers)
+    check_counts(length=length, full_layers=full_layers)
     check(full_layers < num_layers, f"full_layers must be from 1 to {num_layers - 1}, found {full_layers}")
     window = max(2, 3 * length // num_layers) if window is None else window
     features = rotary.Rotary(rotary.Plain(base))

@@ -29,7 +29,7 @@ from posjax.layout import Layout
 from posjax.positions import Positions
 from posjax.scheme.calls import LayerCache, NewTokens, Params, Where, check_projections, check_rows, row_positions
 from posjax.scheme.changes import check_same_parameters, replaced
-from posjax.scheme.checks import check_composition, check_direction, check_slots
+from posjax.scheme.checks import check_composition, check_direction, check_reach, check_slots
 from posjax.scheme.choices import Choices
 from posjax.scheme.linear import LinearAttention
 from posjax.scheme.parameters import init_slots
@@ -294,10 +294,11 @@ class Scheme(Choices):
             dtype: of keys and values, float32 when left out.
 
         Raises:
-            ValueError: for a number that is not whole and above 0.
+            ValueError: for a number that is not whole and above 0, and a capacity beyond a learned embedding.
         """
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         check_counts(batch=batch, capacity=capacity, chunk=chunk, **heads)
+        check_reach(self.embedding, "capacity", capacity)
         return self._executor.empty(batch, capacity, **heads, chunk=chunk, dtype=dtype)
 
     def decode(
@@ -309,7 +310,7 @@ class Scheme(Choices):
         *,
         params: Params | None = None,
         index: Int[Array, "batch tokens"],
-        valid: Bool[Array, "batch tokens"],
+        valid: Bool[Array, "batch tokens"] | None = None,
         positions: Int[Array, "batch tokens"] | None = None,
         coordinates: Array | None = None,
         length: int | Int[Array, "..."],
@@ -326,7 +327,7 @@ class Scheme(Choices):
             cache: from ``init_cache``, or an earlier call.
             params: see ``attend``.
             index: for each token, how many tokens of its row come before it.
-            valid: False for padding.
+            valid: False for padding; everything is valid when left out.
             positions: of the new tokens; ``index`` when left out. If the scheme caches only recent tokens
                 (``kept_keys``), positions must be at least 0 and increase along a row.
             coordinates: see ``attend``; only for schemes that cache rotated keys.
@@ -339,6 +340,7 @@ class Scheme(Choices):
         check_projections(q, k, v, self.maps.widths)
         check_rows(cache, q)
         check_length(length)
+        valid = jnp.ones_like(index, bool) if valid is None else valid
         positions = index if positions is None else positions
         where = Where(Placement(), positions, positions, coordinates, length, self.maps.head_dim(k.shape[-1]))
         specs = explicit_spec(q), jax.tree.map(explicit_spec, cache)

@@ -25,6 +25,7 @@ from flax import nnx
 import posjax as pj
 from posjax import masks, rotary, scales
 from posjax.nn import Decoder
+from posjax.nn.modules import LayerInputs
 
 COLUMNS = 20
 PARTS = {"fives": ((4, 5),), "ones": ((20, 1),), "fives and ones": ((3, 5), (5, 1))}
@@ -223,6 +224,17 @@ def test_positions_and_coordinates_of_new_tokens():
     (found, full), (_, others) = map(run, places)
     assert np.abs(full - others).max() > 1e-3
     np.testing.assert_allclose(found, full, atol=1e-4)
+
+
+def test_a_block_decodes_without_being_told_that_no_token_is_padding():
+    """FoX reads the tokens, so padding would matter to it."""
+    block = nnx.merge(*made(config(preset("fox")))).stacks[0][0]
+    block = jax.tree.map(lambda leaf: leaf[0], block)
+    x, index = np.random.default_rng(0).normal(size=(2, 6, 32)).astype(np.float32), jnp.arange(6)[None].repeat(2, 0)
+    inputs = LayerInputs(index, None, index + 1, 6, {})
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    cache = block.attention.scheme.init_cache(2, 6, **heads, chunk=6)
+    np.testing.assert_allclose(block.decode(x, cache, inputs)[0], block(x, inputs), atol=1e-5)
 
 
 def test_bad_calls_are_refused():

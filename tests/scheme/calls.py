@@ -20,9 +20,9 @@ def projections(query_size=SIZE, key_size=SIZE):
 
 
 def decoded(scheme, **options):
-    index, valid = jnp.broadcast_to(jnp.arange(TOKENS), (BATCH, TOKENS)), jnp.ones((BATCH, TOKENS), bool)
+    index = jnp.broadcast_to(jnp.arange(TOKENS), (BATCH, TOKENS))
     cache = scheme.init_cache(BATCH, TOKENS, num_heads=HEADS, num_kv_heads=KV, head_dim=SIZE, chunk=TOKENS)
-    given = {"index": index, "valid": valid, "length": TOKENS} | options
+    given = {"index": index, "length": TOKENS} | options
     return scheme.decode(*as_float32(*projections()), cache, **given)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import posjax as pj
 from posjax import Layers, masks
-from posjax.scheme.layers import uniform
+from posjax.scheme.layers import MOST_LAYERS, uniform
 
 ROPE, ALIBI, NOPE, T5 = map(pj.scheme, ("rope", "alibi", "nope", "t5"))
 LOCAL = pj.scheme("rope", mask=masks.Window(4))
@@ -43,6 +43,33 @@ def test_one_scheme_for_all_layers():
     assert uniform(both, 2) is both
     with pytest.raises(ValueError, match="2"):
         uniform(both, 3)
+
+
+def test_what_layers_have_in_common_is_known_without_listing_them():
+    """The largest number of layers, in one pattern each; a list of them would take minutes at 2^63."""
+    many = uniform(pj.scheme("sinusoidal"), MOST_LAYERS)
+    assert (many.count, many.kinds, many.embedding) == (2**16, (pj.scheme("sinusoidal"),), pj.absolute.Sinusoidal())
+    both = Layers((((ROPE, NOPE), 3), ((ROPE,), 2)))
+    assert (both.count, both.kinds) == (8, (ROPE, NOPE, ROPE))
+
+
+HUGE = 2**63
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("num_layers", lambda: uniform(ROPE, HUGE)),
+        ("num_layers", lambda: uniform(layers(ROPE), HUGE)),
+        ("patterns", lambda: layers(ROPE, NOPE, repeats=HUGE)),
+        ("num_layers", lambda: pj.scheme("smollm3", num_layers=HUGE)),
+        ("num_layers", lambda: pj.scheme("hwfa", num_layers=HUGE, length=64)),
+        ("num_layers", lambda: pj.scheme("hwfa2", num_layers=HUGE, length=64, full_layers=HUGE - 1)),
+    ],
+)
+def test_more_layers_than_any_model_has_are_refused(name, make):
+    with pytest.raises(ValueError, match=f"{name}.*(found|is) ({HUGE}|{2 * HUGE})"):
+        make()
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,11 @@ def test_a_model_that_rotates_a_part_of_its_channels_does_not_turn_into_coca(tmp
         check_continues(as_released(config), config)
 
 
-def test_learned_positions_have_an_end(tmp_path):
+def test_learned_positions_have_an_end(tmp_path, capsys):
     write_released(tmp_path, **GPT2)
+    found = error_of(capsys, "generate", tmp_path, "--prompt", "The", "--tokens", str(LENGTH))
+    assert "--tokens" in found
+    assert f"{LENGTH} positions" in found
     with pytest.raises(ValueError, match=f"but train.length is 64; train.length={LENGTH} would work"):
         check_model(parse({"init": str(tmp_path), "train": {"length": 64}}))
 

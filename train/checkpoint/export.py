@@ -75,7 +75,7 @@ def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
     own, change = own_length(config), extension_of(config, entry, longest).get("frequencies")
     if not isinstance(change, Mapping) or "factor" not in change or "original_length" in change:
         return own  # a rule with an original length states its own reach
-    schemes = uniform(scheme_of(config, entry), config.model.num_layers).schemes
+    schemes = uniform(scheme_of(config, entry), config.model.num_layers).kinds
     rules = [each.features.frequencies for each in schemes if each.rotates]
     before = max(1.0 if isinstance(rule, UNSCALED) else getattr(rule, "factor", 1.0) for rule in rules)
     return int(own * change["factor"] / before)

@@ -59,7 +59,7 @@ def _trained_length(path: str, values: Mapping[str, Any], given: Any) -> Any:
     Raises ValueError if neither config.json nor the config gives it.
     """
     config = read_config(values)
-    rules = {each.features.frequencies for each in config.layers.schemes if each.rotates}
+    rules = {each.features.frequencies for each in config.layers.kinds if each.rotates}
     scaled = [rule for rule in rules if isinstance(rule, rotary.NTKByParts | rotary.Llama3)]
     stated = config.trained_length
     found = given or max([*(reach(rule, stated) for rule in scaled), stated or 0])

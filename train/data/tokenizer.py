@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import UInt
 
+from posjax._checks import check_no_pointer
 from train.config import DataConfig
 from train.data.storage import HEAD_BYTES, POINTER, is_pointer, open_url, optional
 from train.runtime.lines import in_a_line
@@ -109,6 +110,7 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
         declared = _named(json.loads(files["tokenizer_config.json"]))
         return HuggingFaceTokenizer(files["tokenizer.json"].encode(), declared, config.tokenizer, own)
     content = system.cat_file(path)
+    check_no_pointer(content, f"data.tokenizer: {path}")
     if path.endswith(".json"):
         return HuggingFaceTokenizer(content, _declared(system, path.rpartition("/")[0]), config.tokenizer, own)
     return SentencePieceTokenizer(content, config.tokenizer, own)
@@ -272,6 +274,7 @@ def _named(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_json(content: bytes, path: str) -> dict[str, Any]:
+    check_no_pointer(content, f"data.tokenizer: {path}")
     try:
         values = json.loads(content)
     except ValueError as error:

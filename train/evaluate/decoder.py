@@ -128,7 +128,9 @@ def cache_for(
     """An empty cache for `total` tokens, into which `read` reads the prompts; on a mesh its slots are split too."""
     (rows, size), model = prompts.shape, nnx.merge(graph, parameters)
     shards = 1 if mesh is None else mesh.shape["context"]
-    cache = model.init_cache(rows, -(-total // shards) * shards, chunk=_chunk(size, mesh))
+    even = -(-total // shards) * shards
+    reach = getattr(model.config.layers.embedding, "reach", even)  # slots beyond it would never be used
+    cache = model.init_cache(rows, min(even, max(total, reach)), chunk=_chunk(size, mesh))
     return cache if mesh is None else jax.lax.with_sharding_constraint(cache, split_cache(cache, mesh))
 
 

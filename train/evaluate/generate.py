@@ -1,6 +1,7 @@
 """Generates text with a saved run: the prompt is read in chunks, then tokens are decoded one by one."""
 
 import codecs
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from posjax import nn
 from posjax._checks import check
+from posjax.scheme.checks import check_reach
 from train.checkpoint.restore import config_of, entry_in_stage, restore
 from train.data.tokenizer import Tokenizer, ends_of_text, load_tokenizer
 from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
@@ -47,25 +49,26 @@ class Draws:
 
     def __post_init__(self):
         for name in ("tokens", "temperature", "top_k", "seed"):
-            value = getattr(self, name)
-            option = f"--{name.replace('_', '-')}"
-            if value < 0:
-                raise ValueError(f"{option} must not be negative, found {value}")
-            if not value < 2**32:
-                raise ValueError(f"{option} must be below 2**32, found {value}")
+            option, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            check(name == "temperature" or isinstance(value, int), f"{option} must be a whole number, found {value}")
+            check(math.isfinite(value), f"{option} must be a finite number, found {value}")
+            check(value >= 0, f"{option} must not be negative, found {value}")
+            check(value < 2**32, f"{option} must be below 2**32, found {value}")
 
 
 def choose(
     key: Key[Array, ""], logits: Float[Array, "rows vocabulary"], temperature: float, top_k: int
 ) -> Int[Array, "rows"]:
     """The next token of every row, drawn from ``softmax(logits / temperature)``, optionally of the likeliest tokens
-    only."""
+    only. The smaller the temperature, the closer it is to the likeliest token, down to 0."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
     if 0 < top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(key, logits / temperature)
+    # Below the largest logit, so that no small temperature makes it infinite, or 0 / 0 if float32 rounds that to 0.
+    below = logits - logits.max(-1, keepdims=True)
+    return jax.random.categorical(key, jnp.where(below == 0, 0, below / temperature))
 
 
 def tokens_after(
@@ -76,7 +79,7 @@ def tokens_after(
     A given mesh must be in use; parameters and the cache are split over it. Schemes that depend on the current length
     use the length of prompt and generated tokens together, from the first chunk on.
 
-    Raises ValueError if the logits are not finite, as for a learned embedding beyond its table.
+    Raises ValueError if the logits are not finite.
     """
     prompts, total = np.asarray(prompt, np.int32)[None], len(prompt) + sampling.tokens
     graph, ready = to_decode(model, mesh)
@@ -125,7 +128,8 @@ def generate(
     `overrides` may change keys that did not affect the training: ``scheme.extend``, to run beyond the training length.
 
     Returns the text without the prompt. Raises FileNotFoundError without a trained run, and ValueError for overrides
-    that would need a new training, for models that do not predict the next token, and for a prompt without a token.
+    that would need a new training, for models that do not predict the next token, for a prompt without a token, and for
+    more tokens than a learned embedding has positions.
     """
     write = write or _print
     config = config_of(directory, overrides)
@@ -138,7 +142,9 @@ def generate(
     mesh = mesh_for(config, rows=1)
     stage, model = restore(directory, config, mesh=mesh)
     entry = entry_in_stage(config.scheme, config, stage)
-    model = model.with_scheme(evaluated_scheme(stage, entry, len(tokens) + sampling.tokens))
+    total = len(tokens) + sampling.tokens
+    model = model.with_scheme(evaluated_scheme(stage, entry, total))
+    check_reach(model.config.layers.embedding, "--tokens, together with those of the prompt", total)
     ends = ends_of_text(config.data, tokenizer)
     write(prompt)
     with on(mesh):

@@ -26,7 +26,7 @@ def build(entry: SchemeConfig, config: LanguagesConfig) -> tuple[nn.DecoderConfi
     sizes = {name: getattr(config, name) for name in ("num_layers", "model_dim", "num_heads")}
     built = build_scheme(entry, config.num_layers)
     decoder = nn.DecoderConfig(VOCABULARY_SIZE, **sizes, causal=False, scheme=built, implementation="dense")
-    first = decoder.layers.schemes[0]
+    first = decoder.layers.kinds[0]
     num_axes = 1 if first.features is None else first.features.num_axes
     return decoder, first.training_positions if num_axes == 1 else num_axes
 

@@ -53,7 +53,7 @@ def _with_base(config: Config, entry: SchemeConfig) -> SchemeConfig:
     if not config.init.values or "base" in entry.options or "base" not in scheme_options(entry.name):
         return entry
     released = uniform(read_config(config.init.values).scheme, config.model.num_layers)
-    bases = {each.features.frequencies.base for each in released.schemes if each.rotates}
+    bases = {each.features.frequencies.base for each in released.kinds if each.rotates}
     return dataclasses.replace(entry, options={**entry.options, "base": bases.pop()}) if len(bases) == 1 else entry
 
 

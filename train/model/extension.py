@@ -108,7 +108,7 @@ def continued(scheme: Scheme | Layers, extend: Mapping[str, Any], own: int, leng
     if not extend:
         return {}
     _check_named(extend)
-    schemes = scheme.schemes if isinstance(scheme, Layers) else (scheme,)
+    schemes = scheme.kinds if isinstance(scheme, Layers) else (scheme,)
     reached, layers = _reached(schemes, extend, own)
     _check_masking(reached, extend.get("remap"))
     found = completed({**layers, **extend}, own, length)

@@ -70,7 +70,7 @@ def check_split(config: Config, on: Pod) -> None:
     check_rows(sizes, train.rows // train.accumulate)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     decoder = decoder_config(config)
-    for scheme in set(decoder.layers.schemes):
+    for scheme in set(decoder.layers.kinds):
         placement(config, mesh).check(
             sizes,
             batch=train.rows // train.accumulate,

@@ -16,7 +16,7 @@ def family(scheme: Scheme | Layers) -> str:
     the rest beside rotations (scales, norms, sinks, drawn positions), rotations, embeddings. The slots of all layers
     count together.
     """
-    layers = scheme.schemes if isinstance(scheme, Layers) else (scheme,)
+    layers = scheme.kinds if isinstance(scheme, Layers) else (scheme,)
 
     def filled(*slots: str) -> bool:
         return any(getattr(layer, slot) is not None for layer in layers for slot in slots)

@@ -41,6 +41,7 @@ class Family:
         defaults: values of transformers for keys that ``config.json`` may leave out.
         fixed: options that ``Decoder`` does not have, each with the value, or a tuple of values, that is supported.
         prefix: of the tensors' names, which some releases leave out.
+        renamed: other names that some files use for tensors.
         ignored: names of tensors that are not parameters, such as buffers; for tensors of a layer the end of the name.
         aliases: other names of keys, each with the key that transformers reads it as.
         norm: the norms; their eps comes from ``config.json``.
@@ -58,6 +59,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prefix: str = "model."
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
     ignored: Sequence[str] = ("rotary_emb.inv_freq",)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     norm: Norm = dataclasses.field(default_factory=Norm)
@@ -197,7 +199,7 @@ _WRITABLE = (
 
 def window_of(config: DecoderConfig) -> int | None:
     """The window of the sliding layers. Raises ValueError for a mask that is not a window."""
-    found = {scheme.mask for scheme in config.layers.schemes} - {None}
+    found = {scheme.mask for scheme in config.layers.kinds} - {None}
     for mask in found:
         check(isinstance(mask, masks.Window), f"scheme: config.json cannot store mask {shown(mask)}, only a window")
     check(len(found) < 2, f"scheme: config.json has one window for all layers, found {shown(found)}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._checks import check, shown
+from posjax._checks import POINTER, check, check_no_pointer, shown
 
 SUFFIX = ".safetensors"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,12 +48,17 @@ class Entry(NamedTuple):
 class TensorFolder:
     """The tensors of a folder of safetensors files, local or at a URL.
 
+    A tensor that a file's ``__metadata__`` names as another name of one in the file is found under both names
+    (``safetensors.torch.save_model`` stores shared tensors so). If there is an index, a tensor is read from the file
+    that the index names.
+
     Args:
         path: the folder.
 
     Raises:
         FileNotFoundError: if the folder or a safetensors file in it does not exist.
-        ValueError: for files that are broken, and for pickles, which can run code when they are read.
+        ValueError: for files that are broken, for a tensor that stands in two files or not in the file that the index
+            names, and for pickles, which can run code when they are read.
     """
 
     def __init__(self, path: str | Path):
@@ -61,9 +66,12 @@ class TensorFolder:
         with reaching(path):
             found = names_in(self._files, self._root)
         self._check_found(found)
-        self.entries: dict[str, Entry] = {}
-        for name in self._wanted(found):
-            self.entries |= self._read_header(name)
+        files, file_of = self._wanted(found)
+        headers = [self._read_header(file) for file in files]
+        self.entries = self._merged([entries for entries, _ in headers], file_of)
+        for _, aliases in headers:
+            kept = {name: self.entries[other] for name, other in aliases.items() if other in self.entries}
+            self.entries = kept | self.entries
 
     def tensor(self, name: str) -> np.ndarray:
         """A tensor: memory-mapped if the folder is local, otherwise downloaded."""
@@ -87,39 +95,76 @@ class TensorFolder:
         )
         raise FileNotFoundError(f"{self._root} has no *.safetensors file")
 
-    def _wanted(self, names: Sequence[str]) -> Sequence[str]:
-        """The files to read: ``model.safetensors`` first, as in transformers; else the files in the index; else all."""
+    def _wanted(self, names: Sequence[str]) -> tuple[Sequence[str], Mapping[str, str]]:
+        """The files to read, and the file of every tensor by the index, if that is read.
+
+        ``model.safetensors`` comes first, as in transformers; else the files in the index; else all.
+        """
         if WHOLE in names:
-            return [WHOLE]
+            return [WHOLE], {}
         if INDEX not in names:
-            return [name for name in names if name.endswith(SUFFIX)]
+            return [name for name in names if name.endswith(SUFFIX)], {}
         file_of = read_json(self._files, f"{self._root}/{INDEX}").get("weight_map")
         check(isinstance(file_of, dict), f"{self._root}/{INDEX} is broken: it has no weight_map of tensors to files")
-        wanted = sorted({str(name) for name in file_of.values()})
+        file_of = {name: str(file) for name, file in file_of.items()}
+        wanted = sorted(set(file_of.values()))
         lost = [name for name in wanted if name not in names]
         check(not lost, f"{self._root}: {INDEX} names {lost[0] if lost else None!r}, which does not exist")
-        return wanted
+        return wanted, file_of
 
-    def _read_header(self, file: str) -> list[tuple[str, Entry]]:
+    def _merged(self, headers: Sequence[Mapping[str, Entry]], file_of: Mapping[str, str]) -> dict[str, Entry]:
+        """The tensors of all files. Raises ValueError unless every tensor has one place."""
+        entries: dict[str, Entry] = {}
+        for name, entry in (item for header in headers for item in header.items()):
+            if file_of.get(name, entry.file) != entry.file:
+                continue
+            other = entries.setdefault(name, entry)
+            check(
+                other is entry,
+                f"{self._root}: tensor {name!r} is in {other.file} and in {entry.file}; remove the file that does not "
+                f"belong to the model, or add a {INDEX}",
+            )
+        lost = next((name for name in file_of if name not in entries), "")
+        check(not lost, f"{self._root}: {INDEX} says that {file_of.get(lost)} has tensor {lost!r}, but it does not")
+        return entries
+
+    def _read_header(self, file: str) -> tuple[dict[str, Entry], dict[str, str]]:
+        """The tensors of a file, and other names for them."""
         path = f"{self._root}/{file}"
         total = self._files.size(path)
         check(total >= 8, f"{path} is not a safetensors file: it has {total} bytes")
-        size = int.from_bytes(self._files.cat_file(path, start=0, end=8), "little")
+        start = self._files.cat_file(path, start=0, end=len(POINTER))
+        check_no_pointer(start, path)
+        size = int.from_bytes(start[:8], "little")
         check(
             8 + size <= total,
             f"{path} is cut short or not a safetensors file: its header ends after the end of the file",
         )
         header = _header(self._files.cat_file(path, start=8, end=8 + size), path)
-        return [(name, _entry(name, fields, file, 8 + size, total, path)) for name, fields in header.items()]
+        metadata = header.pop("__metadata__", None)
+        aliases = {k: v for k, v in metadata.items() if isinstance(v, str)} if isinstance(metadata, dict) else {}
+        return {name: _entry(name, fields, file, 8 + size, total, path) for name, fields in header.items()}, aliases
 
 
 def _header(content: bytes, path: str) -> dict[str, Any]:
     try:
-        header = json.loads(content)
+        header = json.loads(content, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from None
+    except KeyError as error:
+        raise ValueError(f"{path} is broken: its header has {error} twice") from None
     check(isinstance(header, dict), f"{path} is not a safetensors file: its header is {shown(header)}, not an object")
-    return {name: fields for name, fields in header.items() if name != "__metadata__"}
+    return header
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises KeyError for a name that it has twice."""
+    found = {}
+    for name, value in pairs:
+        if name in found:
+            raise KeyError(name)
+        found[name] = value
+    return found
 
 
 def _is_whole(fields: Any) -> bool:
@@ -245,8 +290,10 @@ def read_json(files: Any, path: str) -> dict[str, Any]:
     """A JSON object. Raises FileNotFoundError without the file, and ValueError if the file holds anything else."""
     if not files.isfile(path):
         raise FileNotFoundError(f"there is no {path}")
+    content = files.cat_file(path)
+    check_no_pointer(content, path)
     try:
-        found = json.loads(files.cat_file(path))
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     check(isinstance(found, dict), f"{path} must hold an object, found {type(found).__name__}")

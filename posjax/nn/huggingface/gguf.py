@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from posjax._checks import check, check_choice
+from posjax._checks import POINTER, check, check_choice, check_no_pointer
 from posjax.nn.huggingface.files import Entry
 from posjax.nn.huggingface.gguf_tokenizer import tokenizer_files
 
@@ -70,7 +70,7 @@ class GGUF:
         for key in ("llama.embedding_length", "llama.attention.head_count"):
             check(self._get(key) is not None, f"{path} has no {key}")
         self.entries: Mapping[str, Entry] = {
-            name: Entry(str(path), 0, np.dtype(np.float32), tuple(int(n) for n in reversed(tensor.shape)))
+            name: Entry(str(path), tensor.data_offset, np.dtype(np.float32), tuple(map(int, reversed(tensor.shape))))
             for name, tensor in self._tensors.items()
         }
 
@@ -156,9 +156,11 @@ def _reader(path: str | Path) -> Any:
         from gguf import GGUFReader
     except ModuleNotFoundError:
         raise ModuleNotFoundError("a GGUF file needs the package gguf: pip install posjax[hf]") from None
+    with open(path, "rb") as file:
+        check_no_pointer(file.read(len(POINTER)), path)
     try:
         return GGUFReader(path)
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, KeyError) as error:
         raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
 
 

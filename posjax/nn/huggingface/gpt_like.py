@@ -187,7 +187,7 @@ _NEOX = "gpt_neox.layers.{layer}."
 
 
 def _neox_tensors(config: DecoderConfig) -> dict[str, View]:
-    """The views of GPT-NeoX. The head is named ``embed_out`` in files, but not in ``state_dict``."""
+    """The views of GPT-NeoX, whose head is ``embed_out`` in released files, but ``lm_head`` in ``state_dict``."""
     found = megatron(_NEOX, "attention") | norm("norm", "gpt_neox.final_layer_norm")
     return found | tables("gpt_neox.embed_in", "embed_out")
 
@@ -233,6 +233,7 @@ GPT_NEOX = Family(
     {},
     "gpt_neox.",
     ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+    renamed={"embed_out.weight": "lm_head.weight"},
     norm=LAYER_NORM,
     eps="layer_norm_eps",
     activations=PLAIN,
@@ -339,12 +340,6 @@ def _mpt(values: Values) -> dict[str, Any]:
             f"config.json: attn_config.{key} {found!r} is an option that Decoder does not have; {fits[0]!r} would work"
         )
         check(found in fits, why)
-    heads = values["n_heads"]
-    check(
-        heads & (heads - 1) == 0,
-        f"config.json: n_heads {heads}: MPT orders the slopes of ALiBi differently from the paper unless the number of "
-        "heads is a power of 2; such a model cannot be read",
-    )
     return {
         "query_scale": attention.get("softmax_scale"),
         "activation": "gelu-exact",

@@ -93,7 +93,7 @@ def from_pretrained(
     Args:
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec, or
             a local GGUF file. The families are those of ``nn.huggingface.FAMILIES``.
-        dtype: of the parameters; None for the dtypes of the files.
+        dtype: of the parameters; None for the dtypes of the files. Numbers of the files that are infinite or NaN stay.
         sharding: computes the sharding of a parameter from the logical names of its axes and its shape; see
             ``logical_axes``. When left out all parameters are on one device.
         changes: fields of ``DecoderConfig`` that do not change the model: ``compute_dtype``, ``remat``,
@@ -102,8 +102,8 @@ def from_pretrained(
     Raises:
         FileNotFoundError: if the model does not exist.
         ValueError: for a family or option that ``Decoder`` does not have; for tensors that are missing, unexpected or
-            of another shape than in the config; for a head that differs from the embedding although config.json ties
-            them; for pickles.
+            of another shape than in the config, or that hold a number beyond the range of ``dtype``; for a head that
+            differs from the embedding although config.json ties them; for pickles.
     """
     for name in changes:
         check_choice("changes", name, _CHANGES)
@@ -128,17 +128,18 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
         wanted: the tree of parameters as ``jax.ShapeDtypeStruct``, with shardings or without.
 
     Raises:
-        ValueError: for tensors that are missing, unexpected or of another shape, and for a head that differs from the
-            embedding although config.json ties them.
+        ValueError: for tensors that are missing, unexpected, of another shape or beyond the range of the dtype, and for
+            a head that differs from the embedding although config.json ties them.
     """
     family, sizes = family_of(values), sizes_of(config)
     parameters = stored(family, config, wanted)
     check_tensors(source, family, config, parameters)
     _check_tied(source, family, config)
+    find = partial(_find, source, family, config)
 
     def read(parameter: Stored) -> jax.Array:
         reader = partial(_read, source, parameter.view, sizes)
-        names = [_find(source, family, name) for name in parameter.tensors]
+        names = list(map(find, parameter.tensors))
         return reader(parameter.leaf, names[0]) if parameter.layers is None else _stacked(reader, parameter.leaf, names)
 
     with jax.set_mesh(NO_MESH):
@@ -196,13 +197,15 @@ def _name_and_layers(path: str, config: DecoderConfig) -> tuple[str, Sequence[in
 
 def check_tensors(source: Source, family: Family, config: DecoderConfig, parameters: Sequence[Stored]) -> None:
     """Raises ValueError for tensors that are missing, unexpected or of another shape than in the config."""
-    views, sizes, used = family.tensors(config), sizes_of(config), set()
+    sizes, used = sizes_of(config), set()
     for parameter in parameters:
         for name in parameter.tensors:
-            used.add(found := _find(source, family, name))
-            check_shape(parameter.view, sizes, found, source.entries[found].shape)
-    head = views["head"].name if config.tied_head and "head" in views else None
-    extra = [name for name in source.entries if name not in used and not _is_ignored(name, family, head)]
+            entry = source.entries[found := _find(source, family, config, name)]
+            check_shape(parameter.view, sizes, found, entry.shape)
+            used.add(entry)
+    tied = set(_of_tables(source, family, config)) if config.tied_head else ()
+    left = [name for name, entry in source.entries.items() if entry not in used and name not in tied]
+    extra = [name for name in left if not _is_ignored(name, family)]
     check(
         not extra,
         f"unexpected tensors: {', '.join(extra[:3])}{f' and {len(extra) - 3} more' if len(extra) > 3 else ''}; "
@@ -212,15 +215,15 @@ def check_tensors(source: Source, family: Family, config: DecoderConfig, paramet
 
 def _check_tied(source: Source, family: Family, config: DecoderConfig) -> None:
     """Raises ValueError for a head that differs from the embedding although the config ties them."""
-    embedding, head = (family.tensors(config).get(name) for name in ("embed", "head"))
-    if not config.tied_head or head is None or head.name not in source.entries:
+    names = [name for name in _of_tables(source, family, config) if name] if config.tied_head else []
+    if len({source.entries[name] for name in names}) < 2:
         return
-    one, other = (source.tensor(_find(source, family, view.name)) for view in (embedding, head))
+    one, other = map(source.tensor, names)
     rows = range(0, len(one), _ROWS)
     same = one.shape == other.shape and all(np.array_equal(one[n : n + _ROWS], other[n : n + _ROWS]) for n in rows)
     check(
         same,
-        f"{head.name} differs from the embedding, though config.json ties them (tie_word_embeddings); set it to false "
+        f"{names[1]} differs from the embedding, though config.json ties them (tie_word_embeddings); set it to false "
         "there to read the model with its own head",
     )
 
@@ -228,22 +231,46 @@ def _check_tied(source: Source, family: Family, config: DecoderConfig) -> None:
 _ROWS = 4096  # rows compared at a time
 
 
-def _is_ignored(name: str, family: Family, head: str | None) -> bool:
-    return name == head or any(name == end or name.endswith(f".{end}") for end in family.ignored)
+def _is_ignored(name: str, family: Family) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in family.ignored)
 
 
-def _find(source: Source, family: Family, name: str) -> str:
-    """The name of a tensor in the files, with the family's prefix or without."""
-    for found in (name, name.removeprefix(family.prefix)):
-        if found in source.entries:
-            return found
-    raise ValueError(f"tensor {name!r} is missing{nearest(name, tuple(source.entries), 'the files')}")
+def _of_tables(source: Source, family: Family, config: DecoderConfig) -> list[str | None]:
+    """The names in the files of the embedding and the head; None for one that is missing."""
+    views = family.tensors(config)
+    return [_found(source, family, views[name].name) for name in ("embed", "head")]
+
+
+def _found(source: Source, family: Family, name: str) -> str | None:
+    """The name of a tensor in the files: with the family's prefix, without, or another that releases use."""
+    names = name, name.removeprefix(family.prefix), family.renamed.get(name)
+    return next((each for each in names if each in source.entries), None)
+
+
+def _find(source: Source, family: Family, config: DecoderConfig, name: str) -> str:
+    """The name of a tensor in the files. If the config ties embedding and head, one of the two is enough.
+
+    Raises:
+        ValueError: if the tensor is missing.
+    """
+    found = _found(source, family, name)
+    if found is not None:
+        return found
+    tables = [family.tensors(config)[each].name for each in ("embed", "head")]
+    other = next(filter(None, _of_tables(source, family, config)), None) if name in tables else None
+    check(
+        other is None or config.tied_head,
+        f"tensor {name!r} is missing, and config.json does not tie embedding and head; tie_word_embeddings=true there "
+        f"would read {other!r} for both",
+    )
+    check(other is not None, f"tensor {name!r} is missing{nearest(name, tuple(source.entries), 'the files')}")
+    return other
 
 
 def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, sharding: Callable | None) -> Any:
     """The parameters as ``jax.ShapeDtypeStruct``, with the given dtype or the dtypes of the files, and shardings."""
     abstract = nnx.to_pure_dict(nnx.state(model))
-    firsts = [_find(source, family, each.tensors[0]) for each in stored(family, model.config, abstract)]
+    firsts = [_find(source, family, model.config, each.tensors[0]) for each in stored(family, model.config, abstract)]
     dtypes = jax.tree.unflatten(jax.tree.structure(abstract), [source.entries[first].dtype for first in firsts])
 
     def struct(leaf: jax.ShapeDtypeStruct, file_dtype: np.dtype, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
@@ -255,7 +282,7 @@ def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, s
 
 def _read(source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, name: str) -> jax.Array:
     """A parameter, or one layer of it, from its tensor."""
-    tensor, dtype = source.tensor(name), np.dtype(struct.dtype)
+    tensor, dtype, view = source.tensor(name), np.dtype(struct.dtype), dataclasses.replace(view, name=name)
     return jax.make_array_from_callback(
         struct.shape, _sharding(struct), lambda index: view.read(tensor, sizes, index, dtype)
     )

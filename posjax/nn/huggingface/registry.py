@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any
 
 from posjax._checks import check, check_choice, shown
-from posjax.nn.config import DecoderConfig
+from posjax.nn.config import DecoderConfig, check_size
 from posjax.nn.huggingface import gpt_like, llama_like
 from posjax.nn.huggingface.family import Family, check_same
 
@@ -99,13 +99,16 @@ _MAY_BE_NONE = (
 
 
 def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
-    """Raises ValueError, with the key, for a value of the wrong kind."""
+    """Raises ValueError, with the key, for a value of the wrong kind, or a size beyond any machine."""
     kinds = {key: type(value) for key, value in family.defaults.items() if value is not None}
     for key, kind in (kinds | dict.fromkeys(family.keys, int) | {"tie_word_embeddings": bool} | _KEYS).items():
         if key not in given or (given[key] is None and key in _MAY_BE_NONE):
             continue
         words, fits = _KINDS[kind]
         check(fits(given[key]), f"config.json: {key} must be {words}, found {shown(given[key])}")
+    for key, field in (dict(family.keys) | {"sliding_window_pattern": "num_layers"}).items():
+        if type(given.get(key)) is int:
+            check_size(f"config.json: {key}", field, given[key])
 
 
 def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:

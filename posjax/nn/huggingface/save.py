@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather, sync_global_devices
 
-from posjax._checks import check, check_positive
+from posjax._checks import check, check_no_pointer, check_positive
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
 from posjax.nn.huggingface.family import Family, check_same, sizes_of
@@ -39,6 +39,7 @@ from posjax.nn.huggingface.load import (
     stored,
 )
 from posjax.nn.huggingface.registry import family_of, fitting_family, read_config, write_config
+from posjax.nn.huggingface.views import check_fits, overflow
 
 COPIED = (
     "tokenizer.json",
@@ -85,11 +86,12 @@ def save_pretrained(
         like: a released model whose other files (the tokenizer, ...) and other keys of ``config.json`` are copied.
         family: the ``model_type`` to write; when left out that of ``like``, or without ``like`` the first family whose
             layout can store the config.
-        dtype: of the tensors; the dtype of the parameters when left out.
+        dtype: of the tensors; the dtype of the parameters when left out. Numbers that are infinite or NaN stay.
         max_file_bytes: the largest size of a file, unless one tensor is larger.
 
     Raises:
-        ValueError: for a decoder that the layout cannot store (CoCA, ReRoPE, ...), and a folder that holds a model.
+        ValueError: for a decoder that the layout cannot store (CoCA, ReRoPE, ...), for a number beyond the range of
+            ``dtype``, and for a folder that holds a model. Nothing is written then.
     """
     check_positive("max_file_bytes", max_file_bytes)
     check_dtype(dtype)
@@ -103,6 +105,7 @@ def save_pretrained(
     with reaching(path):
         check(not files.isfile(root), f"{path} is a file; choose a folder")
         _check_empty(path, names_in(files, root))
+    _check_range(parameters, dtype)
     layouts, first = lay_out(tensors, max_file_bytes), jax.process_index() == 0
     copied = {} if like is None or not first else files_beside(like)
     others = copied | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()}
@@ -121,6 +124,18 @@ def _check_empty(path: str | Path, names: Sequence[str]) -> None:
     """Raises ValueError for a folder with a config, an index or tensors."""
     found = [name for name in names if name in (CONFIG, INDEX) or name.endswith(SUFFIX)]
     check(not found, f"{path} holds a model already; choose another folder (found {', '.join(found[:3])})")
+
+
+def _check_range(parameters: Sequence[Stored], dtype: str | None) -> None:
+    """Raises ValueError, on every process, for a number that would be infinite in the dtype."""
+    if dtype is None:
+        return
+    found = {name: 0.0 for parameter in parameters for name in parameter.tensors}
+    for name, _, values in (part for parameter in parameters for part in _parts(parameter)):
+        found[name] = max(found[name], overflow(values, np.dtype(dtype)))
+    everywhere = process_allgather(np.array(list(found.values()))).reshape(-1, len(found)).max(0)
+    for name, largest in zip(found, everywhere, strict=True):
+        check_fits(name, float(largest), np.dtype(dtype))
 
 
 def _values(config: DecoderConfig, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +223,10 @@ def files_beside(like: str | Path) -> dict[str, bytes]:
 
         return {name: content.encode() for name, content in GGUF(like).tokenizer_files().items()}
     files, root = open_location(like)
-    return {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
+    found = {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
+    for name, content in found.items():
+        check_no_pointer(content, f"{root}/{name}")
+    return found
 
 
 def _publish(partial: Path, files: Any, root: str) -> None:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 
+import jax.numpy as jnp
 import numpy as np
 
 from posjax._checks import check
@@ -39,8 +40,13 @@ class View:
         return tuple(math.prod(_size(atom, sizes) for atom in axis) for axis in self._sides[0])
 
     def read(self, tensor: np.ndarray, sizes: AxisSizes, index: Index, dtype: np.dtype) -> np.ndarray:
-        """A part of the parameter, copied out of the tensor."""
-        return np.array(self._split(tensor, sizes)[self._place(sizes, index)], dtype, order="C")
+        """A part of the parameter, copied out of the tensor.
+
+        Raises ValueError for a finite number that would be infinite in the dtype.
+        """
+        part = self._split(tensor, sizes)[self._place(sizes, index)]
+        check_fits(self.name, overflow(part, dtype), dtype)
+        return np.array(part, dtype, order="C")
 
     def write(self, tensor: np.ndarray, sizes: AxisSizes, index: Index, values: np.ndarray) -> None:
         """Writes a part of the parameter into the tensor."""
@@ -88,6 +94,24 @@ def check_shape(view: View, sizes: AxisSizes, name: str, found: tuple[int, ...])
     """Raises ValueError for a tensor whose shape differs from the shape in the config."""
     wanted = view.tensor_shape(sizes)
     check(tuple(found) == wanted, f"tensor {name!r} has shape {tuple(found)}; by config.json it must have {wanted}")
+
+
+def overflow(values: np.ndarray, dtype: np.dtype) -> float:
+    """The largest magnitude of the finite numbers if it would be infinite in the dtype, else 0."""
+    if np.can_cast(values.dtype, dtype):
+        return 0.0
+    finite = np.isfinite(values)
+    least, most = (float(end(values, where=finite, initial=0)) for end in (np.min, np.max))
+    largest = max(-least, most)
+    with np.errstate(over="ignore"):
+        return largest if np.isinf(np.float64(largest).astype(dtype)) else 0.0
+
+
+def check_fits(name: str, largest: float, dtype: np.dtype) -> None:
+    """Raises ValueError if a tensor has an ``overflow``; infinities and NaN that it holds already are kept."""
+    most, works = float(jnp.finfo(dtype).max), "float32" if dtype == jnp.bfloat16 else "bfloat16 or float32"
+    found = f"tensor {name!r} holds {largest:g}, which would be infinite in {dtype}, whose largest number is {most:g}"
+    check(not largest, f"{found}; choose the dtype {works}")
 
 
 def _axes(side: str) -> list[list[str]]:

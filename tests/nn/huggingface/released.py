@@ -99,7 +99,7 @@ CASES: dict[str, dict] = {
     "gptj": GPT | {"model_type": "gptj", "rotary_dim": 8, "tie_word_embeddings": False},
     "bloom": SPECIAL | {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6},
     "mpt": SPECIAL
-    | {"model_type": "mpt", "d_model": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "expansion_ratio": 4}
+    | {"model_type": "mpt", "d_model": 48, "n_layers": 2, "n_heads": 6, "max_seq_len": 64, "expansion_ratio": 4}
     | {"attn_config": {"alibi": True, "softmax_scale": 0.2}},
     "falcon": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
     "falcon-7b": FALCON | {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},

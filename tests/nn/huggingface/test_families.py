@@ -78,6 +78,15 @@ def test_transformers_reads_what_is_written_back(case, tmp_path):
     np.testing.assert_array_equal(logits(again.eval(), TOKENS), case.logits)
 
 
+def test_a_file_of_save_model_is_the_model_of_save_pretrained(case, tmp_path):
+    """It stores a tied embedding only once, as the head in most families, and GPT-NeoX's head by another name."""
+    case.model.config.save_pretrained(tmp_path)
+    pytest.importorskip("safetensors.torch").save_model(case.model, str(tmp_path / "model.safetensors"))
+    found = from_pretrained(tmp_path)
+    chex.assert_trees_all_equal(*map(released.parameters, (found, case.decoder)))
+    assert found.config == case.decoder.config
+
+
 def test_bfloat16_stays_as_it_is(case, tmp_path):
     copy.deepcopy(case.model).bfloat16().save_pretrained(tmp_path / "theirs")
     decoder = from_pretrained(tmp_path / "theirs", dtype=None)

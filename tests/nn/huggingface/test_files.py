@@ -140,6 +140,43 @@ def test_model_safetensors_is_preferred_to_other_files(tmp_path):
     assert_same(read(tmp_path), SMALL)
 
 
+def test_another_name_in_the_metadata_is_one_of_the_tensor(tmp_path):
+    """``safetensors.torch.save_model`` writes there the names that it leaves out."""
+    metadata = {"format": "pt", "tied": "one", "lost": "gone", "one": "one"}
+    (tmp_path / "model.safetensors").write_bytes(file(one() | {"__metadata__": metadata}, np.ones(2, "<f4").tobytes()))
+    assert_same(read(tmp_path), dict.fromkeys(("one", "tied"), np.ones(2, np.float32)))
+
+
+def two_files(folder, index=None):
+    """Tensor ``a`` in two files with other numbers, ``b`` in the second one, and an index."""
+    for name, tensors in (("x", {"a": np.zeros(2)}), ("y", {"a": np.ones(2), "b": np.ones(3)})):
+        (folder / name).mkdir()
+        released.write_tensors(folder / name, tensors)
+        (folder / name / "model.safetensors").rename(folder / f"{name}.safetensors")
+    if index is not None:
+        map_of = {tensor: f"{name}.safetensors" for tensor, name in index.items()}
+        (folder / INDEX).write_text(json.dumps({"weight_map": map_of}))
+    return folder
+
+
+def test_a_tensor_in_two_files_is_read_from_the_one_that_the_index_names(tmp_path):
+    assert_same(read(two_files(tmp_path, {"a": "x", "b": "y"})), {"a": np.zeros(2), "b": np.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (None, ("tensor 'a'", "x.safetensors", "y.safetensors")),
+        ({"b": "y", "c": "x"}, ("tensor 'a'", "x.safetensors", "y.safetensors")),
+        ({"a": "y", "b": "x"}, ("tensor 'b'", "x.safetensors", "does not")),
+        ({"a": "x", "b": "y", "c": "y"}, ("tensor 'c'", "y.safetensors", "does not")),
+    ],
+    ids=("no index", "not in the index", "in another file", "in no file"),
+)
+def test_a_tensor_without_one_place_is_refused(index, words, tmp_path):
+    released.refuse(words, TensorFolder, two_files(tmp_path, index))
+
+
 def test_a_tensor_without_elements_has_no_bytes_after_the_header(tmp_path):
     content = {"none": np.zeros((0, 3), np.float32)}
     released.write_tensors(tmp_path, content, 10**6)
@@ -159,12 +196,14 @@ def one(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"one": {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}}
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
 BROKEN = {
     "empty": (b"", "is not a safetensors file: it has 0 bytes"),
     "short": (b"1234567", "is not a safetensors file: it has 7 bytes"),
     "header too long": (file(one(), size=500), "is cut short or not a safetensors file: its header ends after"),
     "header of 2^63 bytes": (file(one(), size=2**63), "is cut short or not a safetensors file: its header ends"),
-    "pointer of git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "is cut short or not a safetensors file"),
+    "pointer of git lfs": (POINTER, "{} is only a pointer of git-lfs, not the file: run `git lfs pull`"),
+    "a name twice": (file(b'{"one": 1, "one": 2}'), "{} is broken: its header has 'one' twice"),
     "not JSON": (file(b"{{{{"), "is not a safetensors file: its header is not JSON"),
     "too deep": (file(b"[" * 100_000), "is not a safetensors file: its header is not JSON"),
     "not text": (file(b"\xff\xfe{}"), "is not a safetensors file: its header is not JSON"),
@@ -199,6 +238,19 @@ def test_a_broken_file_is_named_with_what_is_wrong(name, tmp_path):
     content, words = BROKEN[name]
     (tmp_path / "model.safetensors").write_bytes(content)
     assert_refused(tmp_path, words)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001-of-00005.safetensors", "tokenizer.model"])
+def test_a_pointer_of_git_lfs_is_named_with_what_to_do(name, tmp_path):
+    decoder = released.random_decoder(released.CASES["falcon"])
+    save_pretrained(decoder, tmp_path / "there", max_file_bytes=40_000)
+    (tmp_path / "there" / name).write_bytes(POINTER)
+    words = [str(tmp_path / "there" / name), "pointer of git-lfs", "git lfs pull"]
+    if name == "tokenizer.model":
+        released.refuse(words, save_pretrained, decoder, tmp_path / "copy", like=tmp_path / "there")
+        assert not (tmp_path / "copy").exists()
+    else:
+        released.refuse(words, from_pretrained, tmp_path / "there")
 
 
 def test_every_file_that_is_cut_is_refused(tmp_path):

@@ -502,6 +502,8 @@ def test_missing_and_invalid_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"{path} is not a readable GGUF file") as caught:
             from_pretrained(path)
         assert "\n" not in str(caught.value)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
+    released.refuse([f"{path} is only a pointer of git-lfs", "git lfs pull"], from_pretrained, path)
     with pytest.raises(ValueError, match="a GGUF file must be local; download it first"):
         from_pretrained("memory://tiny.gguf")
 

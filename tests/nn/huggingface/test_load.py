@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from posjax import masks
 from posjax.nn import Decoder, DecoderConfig
 from posjax.nn.huggingface import FAMILIES, load
+from posjax.nn.huggingface.files import Entry
 from posjax.nn.huggingface.views import View
 from posjax.scheme import Layers, Scheme
 
@@ -42,34 +43,45 @@ def test_other_parameters_are_in_no_layer():
 class Tensors(dict):
     """Tensors in memory, in place of a folder."""
 
-    entries = property(lambda self: self)
     tensor = dict.__getitem__
+
+    @property
+    def entries(self):
+        """The place of every tensor, one after the other."""
+        return {name: Entry("memory", n, x.dtype, x.shape) for n, (name, x) in enumerate(self.items())}
 
 
 def family(**options):
     views = {"embed": View("model.embed", "vocab embed -> vocab embed"), "head": View("lm_head", "vocab embed -> ...")}
     return SimpleNamespace(
-        **{"model_type": "llama", "prefix": "model.", "ignored": ("inv_freq",), "tensors": lambda _: views} | options
+        **{"model_type": "llama", "prefix": "model.", "renamed": {}, "ignored": ("inv_freq",)}
+        | {"tensors": lambda _: views}
+        | options
     )
-
-
-def test_a_tensor_is_found_with_or_without_its_prefix():
-    assert load._find(Tensors({"model.embed": 0, "embed": 1}), family(), "model.embed") == "model.embed"
-    assert load._find(Tensors(embed=1), family(), "model.embed") == "embed"
-    with pytest.raises(ValueError, match=r"tensor 'model.embed' is missing"):
-        load._find(Tensors(other=1), family(), "model.embed")
-
-
-@pytest.mark.parametrize(
-    ("name", "ignored"),
-    [("lm_head", True), ("inv_freq", True), ("layers.0.inv_freq", True), ("my_inv_freq", False), ("layers", False)],
-)
-def test_buffers_and_a_tied_head_are_ignored(name, ignored):
-    assert load._is_ignored(name, family(ignored=("masked_bias", "inv_freq")), "lm_head") == ignored
 
 
 TABLE = np.arange(14.0).reshape(7, 2)
 TIED = DecoderConfig(vocab_size=7, num_layers=1, model_dim=2, num_heads=1)
+
+
+def found(family, *names, name="model.embed"):
+    return load._find(Tensors(dict.fromkeys(names, TABLE)), family, TIED, name)
+
+
+def test_a_tensor_is_found_with_or_without_its_prefix_or_by_another_name():
+    assert found(family(), "embed", "model.embed") == "model.embed"
+    assert found(family(), "embed") == "embed"
+    assert found(family(renamed={"model.norm": "ln"}), "ln", name="model.norm") == "ln"
+    with pytest.raises(ValueError, match=r"tensor 'model.embed' is missing"):
+        found(family(), "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [("inv_freq", True), ("layers.0.inv_freq", True), ("my_inv_freq", False), ("layers", False)],
+)
+def test_buffers_are_ignored(name, ignored):
+    assert load._is_ignored(name, family(ignored=("masked_bias", "inv_freq"))) == ignored
 
 
 @pytest.mark.parametrize("rows", [2, 3, 7, 100])

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +37,7 @@ def rewritten(model, folder, change):
     save_pretrained(model, folder / "before")
     source = TensorFolder(folder / "before")
     tensors = {name: np.array(source.tensor(name)) for name in source.entries}
-    (folder / "after").mkdir()
+    (folder / "after").mkdir(parents=True)
     released.write_tensors(folder / "after", change(tensors))
     (folder / "after" / "config.json").write_bytes((folder / "before" / "config.json").read_bytes())
     return folder / "after"
@@ -73,6 +74,41 @@ def test_tensors_that_do_not_fit_the_config(name, dtype, tmp_path):
     change, words = TENSORS[name]
     folder = rewritten(released.random_decoder(LLAMA), tmp_path, change)
     refuse(words, from_pretrained, folder, dtype=dtype)
+
+
+def renamed(tensors, old, new):
+    return {new if name == old else name: tensor for name, tensor in tensors.items()}
+
+
+EMBEDDINGS = {
+    "llama": "model.embed_tokens.weight",
+    "cohere2": "model.embed_tokens.weight",
+    "gpt2": "transformer.wte.weight",
+    "bloom": "transformer.word_embeddings.weight",
+    "gpt_neox": "gpt_neox.embed_in.weight",
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_a_tied_model_needs_only_one_of_embedding_and_head(name, tmp_path):
+    heads = ["lm_head.weight", "embed_out.weight"] if name == "gpt_neox" else ["lm_head.weight"]
+    model = released.random_decoder(released.CASES[name], tie_word_embeddings=True)
+    for head in heads:
+        folder = rewritten(model, tmp_path / head, lambda tensors, head=head: renamed(tensors, EMBEDDINGS[name], head))
+        assert TensorFolder(folder).entries.keys() & {EMBEDDINGS[name], *heads} == {head}
+        chex.assert_trees_all_equal(*map(released.parameters, (from_pretrained(folder), model)))
+
+
+@pytest.mark.parametrize(("name", "head"), [("llama", "lm_head.weight"), ("gpt_neox", "embed_out.weight")])
+@pytest.mark.parametrize("missing", ["embedding", "head"])
+def test_an_untied_model_needs_both(name, head, missing, tmp_path):
+    lost, kept = (head, EMBEDDINGS[name]) if missing == "head" else (EMBEDDINGS[name], head)
+    model = released.random_decoder(released.CASES[name], tie_word_embeddings=False)
+    folder = rewritten(model, tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != lost})
+    words = [f"tensor {lost!r} is missing", "tie_word_embeddings=true", repr(kept)]
+    refuse(words, from_pretrained, folder)
+    neither = rewritten(model, tmp_path / "2", lambda tensors: {k: v for k, v in tensors.items() if v.shape[0] != 101})
+    refuse([f"tensor {EMBEDDINGS[name]!r} is missing"], from_pretrained, neither)
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
@@ -117,7 +153,17 @@ CONFIGS = {
         released.CASES["mpt"] | {"attn_config": {"alibi": False}},
         ["attn_config.alibi False is an option that Decoder does not have; True would work"],
     ),
-    "mpt heads": (released.CASES["mpt"] | {"n_heads": 6}, ["n_heads 6: MPT orders the slopes of ALiBi differently"]),
+    **{
+        f"huge {key}": (
+            released.CASES["gemma3_text"] | {"layer_types": None, key: 2**63},
+            [f"config.json: {key} must be at most", f"found {2**63}"],
+        )
+        for key in ("num_hidden_layers", "vocab_size", "intermediate_size", "sliding_window_pattern")
+    },
+    "mpt slopes": (
+        released.CASES["mpt"] | {"attn_config": {"alibi": True, "alibi_bias_max": 4}},
+        ["attn_config.alibi_bias_max 4 is an option that Decoder does not have; 8 would work"],
+    ),
     "mpt biases": (
         released.CASES["mpt"] | {"no_bias": False},
         ["no_bias False is an option that Decoder"],

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import posjax as pj
-from posjax.nn import Decoder, DecoderConfig, save_pretrained
+from posjax.nn import Decoder, DecoderConfig, from_pretrained, save_pretrained
 from posjax.nn.huggingface import FAMILIES, save
 from posjax.nn.huggingface.files import TensorFolder
 from posjax.nn.huggingface.load import Stored
@@ -136,3 +136,19 @@ def test_a_folder_holds_the_config_the_tensors_and_files_of_the_source(tmp_path)
         np.testing.assert_array_equal(found.tensor(name), np.full(found.entries[name].shape, np.float32(0.5)))
     with pytest.raises(ValueError, match="is a file; choose a folder"):
         save_pretrained(decoder, second / "tokenizer.json")
+
+
+@pytest.mark.parametrize("part", ["embed", "stacks"])
+def test_a_number_beyond_the_dtype_is_refused_before_anything_is_written(part, tmp_path):
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), abstract)
+    leaf = state["embed"] if part == "embed" else state["stacks"][0][0]["mlp"]["up"]
+    leaf[...] = leaf[...].at[(-1,) * leaf[...].ndim].set(1e5)
+    decoder = nnx.merge(graph, state)
+    name = "model.embed_tokens.weight" if part == "embed" else "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ValueError, match=f"{name}.*100000.*float16"):
+        save_pretrained(decoder, tmp_path / "narrow", dtype="float16")
+    assert list(tmp_path.iterdir()) == []
+    save_pretrained(decoder, tmp_path / "wide")
+    with pytest.raises(ValueError, match=f"{name}.*100000.*float16"):
+        from_pretrained(tmp_path / "wide", dtype="float16")

@@ -3,6 +3,7 @@
 import itertools
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -167,6 +168,32 @@ def test_numbers_have_the_requested_dtype():
     found = view_of(case).read(numbered(case.shape), SIZES, whole((6, 6, 4)), np.dtype(np.float16))
     assert found.dtype == np.float16
     np.testing.assert_array_equal(found, case.wanted(numbered(case.shape)))
+
+
+LIMITS = [
+    # IEEE 754: 65504 is the largest float16, and 65520, half a unit above it, rounds to the even 65536: infinite.
+    ("float32", "float16", np.nextafter(np.float32(65520), np.float32(0)), 65520.0),
+    ("bfloat16", "float16", 65280.0, 65536.0),
+    # The largest bfloat16 is (2 - 2^-7) 2^127; half a unit more, (2 - 2^-8) 2^127, rounds to 2^128.
+    ("float32", "bfloat16", np.nextafter(np.float32((2 - 2**-8) * 2.0**127), np.float32(0)), (2 - 2**-8) * 2.0**127),
+    ("float64", "float32", float(np.finfo(np.float32).max), 2.0**128),
+]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("wide", "narrow", "fits", "too_large"), LIMITS)
+def test_a_number_beyond_the_range_of_the_dtype_is_refused(wide, narrow, fits, too_large, sign):
+    view, kinds = View("some", "embed -> embed"), [np.dtype(getattr(ml_dtypes, name, name)) for name in (wide, narrow)]
+
+    def read(number):
+        tensor = np.array([0, np.inf, -np.inf, np.nan, 1, sign * number], kinds[0])
+        return view.read(tensor, {"embed": 6}, (slice(0, 6),), kinds[1]).astype(np.float64)
+
+    found = read(fits)
+    np.testing.assert_array_equal(found[:5], [0, np.inf, -np.inf, np.nan, 1])
+    np.testing.assert_allclose(found[5], sign * fits, rtol=2**-8)
+    with pytest.raises(ValueError, match=f"tensor 'some' holds .*{narrow}"):
+        read(too_large)
 
 
 def test_a_misshapen_tensor_is_named():

@@ -176,6 +176,8 @@ def test_an_empty_file_is_all_defaults(tmp_path, text):
         ({"evaluate": {"lengths": []}}, "evaluate.lengths is empty"),
         ({"evaluate": {"lengths": [64, 32]}}, "evaluate.lengths must rise"),
         ({"evaluate": {"lengths": [1]}}, "evaluate.lengths must all be above 1"),
+        ({"evaluate": {"lengths": [32, 2**31]}}, f"evaluate.lengths must be below .* found {2**31}"),
+        ({"train": {"length": 2**63, "batch_tokens": 2**63}}, f"train.length must be below .* found {2**63}"),
         ({"evaluate": {"batch_tokens": 100}}, r"evaluate.batch_tokens must hold the longest window \(512\)"),
     ],
 )

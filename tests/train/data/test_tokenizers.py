@@ -188,6 +188,9 @@ def test_identity_differs_with_the_file_and_with_its_special_tokens(tmp_path):
     assert len({first, other, load(tmp_path / "tokenizer.json").identity}) == 3
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "kind", "message"),
     [
@@ -195,6 +198,8 @@ def test_identity_differs_with_the_file_and_with_its_special_tokens(tmp_path):
         ("a.json", b"{}", ValueError, r"data.tokenizer: .*a.json is not a tokenizer.json of Hugging Face"),
         ("a.json", b"\xff", ValueError, r"data.tokenizer: .*a.json is not a tokenizer.json of Hugging Face"),
         ("a.model", b"x", ValueError, r"data.tokenizer: .*a.model is not a .model of SentencePiece"),
+        ("a.json", POINTER, ValueError, r"data.tokenizer: .*a.json is only a pointer of git-lfs.*git lfs pull"),
+        ("a.model", POINTER, ValueError, r"data.tokenizer: .*a.model is only a pointer of git-lfs"),
         ("a.model", b"", ValueError, r"data.tokenizer: .*a.model is not a .model of SentencePiece"),
         ("gpt2", None, ValueError, r"data.tokenizer must be 'bytes', a tokenizer.json .*found '.*gpt2'"),
     ],

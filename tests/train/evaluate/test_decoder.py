@@ -49,15 +49,22 @@ def test_the_cache_has_room_for_the_chunks_of_the_prompt(size, chunk):
     assert longest < 4 + chunk + 10
 
 
-@pytest.mark.parametrize(("size", "chunk"), [(5, 5), (300, 256)])
-def test_on_a_mesh_chunks_are_longer_and_the_cache_is_a_multiple_of_the_shards(size, chunk):
-    config = pj.nn.DecoderConfig(vocab_size=8, num_layers=1, model_dim=8, num_heads=2, scheme=pj.scheme("rope"))
+ROPE = pj.scheme("rope")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "chunk", "capacity"),
+    [(ROPE, 5, 5, 504), (ROPE, 300, 256, 504), (pj.scheme("learned", max_length=500), 5, 5, 500)],
+)
+def test_on_a_mesh_chunks_are_longer_and_the_cache_is_a_multiple_of_the_shards(scheme, size, chunk, capacity):
+    """Except beyond a learned embedding: no token has a place there."""
+    config = pj.nn.DecoderConfig(vocab_size=8, num_layers=1, model_dim=8, num_heads=2, scheme=scheme)
     graph, state = nnx.split(nnx.eval_shape(lambda: pj.nn.Decoder(config, rngs=nnx.Rngs(0))))
     mesh = mesh_from_sizes(dict.fromkeys(AXES, 1) | {"context": 8}, jax.devices())
     prompts = jnp.ones((2, size), int)
     with on(mesh):
         cache = jax.eval_shape(lambda state: cache_for(graph, state, prompts, 500, mesh), state)
-    wanted = jax.eval_shape(lambda state: nnx.merge(graph, state).init_cache(2, 504, chunk=chunk), state)
+    wanted = jax.eval_shape(lambda state: nnx.merge(graph, state).init_cache(2, capacity, chunk=chunk), state)
     chex.assert_trees_all_equal_shapes(cache, wanted)
 
 

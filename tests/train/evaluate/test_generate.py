@@ -102,12 +102,25 @@ def test_the_likeliest_tokens_alone_are_drawn_and_all_that_are_equally_likely():
         assert tuple(set(column.tolist()) for column in drawn.T) == wanted
 
 
+@pytest.mark.parametrize("top_k", [0, 2])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-39, 1e-45, 1e-300])
+def test_ever_smaller_temperatures_end_at_the_likeliest_token(temperature, top_k):
+    """The limit of softmax(z / T) for T -> 0; below 1e-38 float32 holds neither T nor z / T."""
+    logits = jnp.array([[1.0, 3.0, 2.999, -50.0], [-7.0, -90.0, -6.0, -6.5], [0.0, -2.0, 80.0, 79.0]])
+    keys = jax.random.split(jax.random.key(0), 50)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: choose(key, logits, temperature, top_k)))(keys))
+    assert [set(column.tolist()) for column in drawn.T] == [{1}, {2}, {2}]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"tokens": -1}, "--tokens must not be negative, found -1"),
         ({"top_k": 2**32}, r"--top-k must be below 2\*\*32, found 4294967296"),
-        ({"temperature": float("nan")}, r"--temperature must be below 2\*\*32, found nan"),
+        ({"top_k": 2.5}, "--top-k must be a whole number, found 2.5"),
+        ({"temperature": float("nan")}, "--temperature must be a finite number, found nan"),
+        ({"temperature": float("inf")}, "--temperature must be a finite number, found inf"),
+        ({"temperature": -0.5}, "--temperature must not be negative, found -0.5"),
     ],
 )
 def test_numbers_of_a_draw_are_limited(given, message):

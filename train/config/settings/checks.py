@@ -19,6 +19,11 @@ def check_positive(section: str, owner: Any, *names: str) -> None:
         check(value > 0, f"{section}.{name} must be positive, found {value}")
 
 
+def check_length(name: str, value: int) -> None:
+    """Raises for rows of more tokens than int32 positions can count."""
+    check(value < 2**31, f"{name} must be below 2**31, the number of positions, found {value}")
+
+
 def check_fraction(name: str, value: float) -> None:
     """Raises unless the value is at least 0 and below 1."""
     check(0 <= value < 1, f"{name} must be at least 0 and below 1, found {value}")
