@@ -18,15 +18,13 @@ def check(condition: bool, message: str) -> None:
 
 
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""The first bytes of a pointer of git-lfs."""
+"""The first bytes of a pointer, which git-lfs leaves in the place of a file that it has not fetched."""
+IS_POINTER = "only a pointer of git-lfs, not the file: run `git lfs pull` in its folder, or download the file"
 
 
 def check_no_pointer(content: bytes, path: Any) -> None:
-    """Raises if a file, by its first bytes, is a pointer that git-lfs has left in the place of the file."""
-    check(
-        not content.startswith(POINTER),
-        f"{path} is only a pointer of git-lfs, not the file: run `git lfs pull` in its folder, or download the file",
-    )
+    """Raises if a file, by its first bytes, is a pointer of git-lfs."""
+    check(not content.startswith(POINTER), f"{path} is {IS_POINTER}")
 
 
 _LONGEST = 100

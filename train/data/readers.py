@@ -12,7 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from train.data.storage import HEAD_BYTES, POINTER, is_pointer, is_url, open_url, optional
+from posjax._checks import IS_POINTER, POINTER
+from train.data.storage import is_url, open_url, optional
 from train.runtime.lines import in_a_line
 
 _CHUNK_BYTES = 2**20
@@ -52,7 +53,7 @@ def texts(path: str, text_key: str) -> Iterator[Record]:
             yield from read(file, path, text_key)
     except CorruptFile:
         with system.open(name, "rb") as file:  # anew, since not every file at a URL can go back to its start
-            _refuse_pointer(file.read(HEAD_BYTES))
+            _refuse_pointer(file.read(len(POINTER)))
         raise
     except FileNotFoundError:
         if is_url(path) or not Path(name).is_symlink():
@@ -89,7 +90,7 @@ def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
     """The UTF-8 of a file, decompressed if its name says that it is compressed; without a byte order mark."""
     chunks = _unpacked(file, path)
     first = b""
-    while len(first) < HEAD_BYTES and (chunk := next(chunks, b"")):
+    while len(first) < len(POINTER) and (chunk := next(chunks, b"")):
         first += chunk
     _refuse_pointer(first)
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -99,8 +100,8 @@ def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def _refuse_pointer(head: bytes) -> None:
-    if is_pointer(head):
-        raise CorruptFile(POINTER)
+    if head.startswith(POINTER):
+        raise CorruptFile(IS_POINTER)
 
 
 def _unpacked(file: BinaryIO, path: str) -> Iterator[bytes]:

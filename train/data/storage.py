@@ -44,15 +44,6 @@ def find(pattern: str, key: str) -> dict[str, dict[str, Any]]:
     return {name: system.info(name) if system.exists(name) else {"name": name, **broken} for name in found}
 
 
-POINTER = "a pointer of Git LFS, not the file itself; fetch it by: git lfs pull"
-HEAD_BYTES = 64  # enough to recognise a pointer
-
-
-def is_pointer(head: bytes) -> bool:
-    """Whether a file that begins so is a pointer of Git LFS."""
-    return head.startswith(b"version https://git-lfs.github.com/spec/")
-
-
 def optional(module: str, wanted_by: str) -> ModuleType:
     """A module of the extra `data`, or a ValueError that names the extra."""
     try:

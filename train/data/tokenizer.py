@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import UInt
 
-from posjax._checks import check_no_pointer
+from posjax._checks import POINTER, check_no_pointer
 from train.config import DataConfig
-from train.data.storage import HEAD_BYTES, POINTER, is_pointer, open_url, optional
+from train.data.storage import open_url, optional
 from train.runtime.lines import in_a_line
 
 PADDING = 259  # of bytes; it fills the last row with a negative segment id: neither attended to nor predicted
@@ -101,8 +101,7 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
         beside = f"; {posixpath.basename(model)} is in the same folder: set data.tokenizer to that" if known else ""
         others = beside or "; name a tokenizer.json or a SentencePiece model, or bytes if its 260 ids are the model's"
         raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}{others}")
-    if is_pointer(system.cat_file(path, 0, HEAD_BYTES)):
-        raise ValueError(f"data.tokenizer: {config.tokenizer} is {POINTER}")
+    check_no_pointer(system.cat_file(path, 0, len(POINTER)), f"data.tokenizer: {path}")
     if path.endswith(".gguf"):
         from posjax.nn.huggingface.gguf import GGUF  # imports flax, which other tokenizers do not need
 
@@ -110,7 +109,6 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
         declared = _named(json.loads(files["tokenizer_config.json"]))
         return HuggingFaceTokenizer(files["tokenizer.json"].encode(), declared, config.tokenizer, own)
     content = system.cat_file(path)
-    check_no_pointer(content, f"data.tokenizer: {path}")
     if path.endswith(".json"):
         return HuggingFaceTokenizer(content, _declared(system, path.rpartition("/")[0]), config.tokenizer, own)
     return SentencePieceTokenizer(content, config.tokenizer, own)
