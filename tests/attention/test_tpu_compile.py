@@ -72,7 +72,7 @@ def program(
     def run(values, ids):
         values = values | {key: jnp.moveaxis(values[key], 1, -2) for key in features}
         x = Operands(values["q"], values["k"], values["v"], **slots(name, values, ids, heads))
-        out, lse = attend_here(TPU(Options(on=on)), x, size**-0.5)
+        out, lse = attend_here(TPU(Options(on=on)), x, size**-0.5)[:2]
         return jnp.moveaxis(out, -2, 1), lse
 
     def gradients(values, ids, d_out):
