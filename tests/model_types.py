@@ -241,8 +241,11 @@ def _flat(cls: type, plain: dict[str, Any], before: Rotations, parameters: dict[
     whole = tried(cls, bare)
     without = round(share * len(whole[None][0]) / len(before[None][0]), 6)
     kept = {name: value for name, value in parameters.items() if name not in ("type", *sections)}
-    same = (kept["rope_type"], kept["rope_theta"], share) == ("default", base, without)
-    if not same or (read and not _changed(before, tried(cls, plain | {read[0]: OTHER}))):
+    if read and _changed(before, tried(cls, plain | {read[0]: OTHER})) and kept["rope_theta"] == base:
+        del kept["rope_theta"]  # the base stands outside, also beside the implied settings
+    if kept != {"rope_type": "default"} | (
+        {"partial_rotary_factor": share} if "partial_rotary_factor" in kept else {}
+    ) or (share != without):
         found["rope_parameters"] = kept
     inner = {"rope_parameters": bare["rope_parameters"] | {"partial_rotary_factor": without / 2}}
     if "qk_rope_head_dim" not in plain and _resized(whole, tried(cls, bare | inner)):

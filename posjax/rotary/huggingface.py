@@ -153,40 +153,33 @@ def _reads(row: Config, key: str) -> bool:
     if row is _UNKNOWN or key in row.get("unread", ()):
         return row is _UNKNOWN
     if key in _SHARES:
-        return key in row or (key == "partial_rotary_factor" and "qk_rope_head_dim" in row)
+        return key in row or (key == "partial_rotary_factor" and not any(other in row for other in _SHARES))
     if _is_nested(row.get("rope_parameters", {})):
         return key in row.get("bases", {}).values()
     return key == ("rotary_emb_base" if "rotary_emb_base" in row else "rope_theta")
 
 
 def _check_read(config: Config, row: Config, rules: list[FrequencyRule]) -> None:
-    """Raises ValueError for a setting that the model type does not read, unless the rules have the same."""
-    name, given = config.get("model_type"), any(config.get(key) for key in _SETTINGS)
-    check(
-        not (given and "rope_parameters" in row.get("unread", ())),
-        f"rope_parameters: transformers does not read them for {name!r}; leave them out",
-    )
-    implied = {} if given else row.get("rope_parameters", {})
-    for keys, inner in (((*_BASES, *_LAYER_BASES), "rope_theta"), (_SHARES, "partial_rotary_factor")):
-        for key in keys:
-            latent = key in _SHARES and "qk_rope_head_dim" in row  # a share of the whole head, see _check_same_width
-            if key not in config or latent or (_reads(row, key) and inner not in implied):
-                continue
-            value, effects = config[key], [_effect(rule, key) for rule in rules]
-            check(
-                all(value == effect for effect in effects) or (value is None and not _reads(row, key)),
-                f"{key} {shown(value)}: transformers does not read it for {name!r}, which has {shown(effects)} here; "
-                "leave it out, or write it into rope_parameters",
-            )
+    """Raises ValueError for settings that other types read and this one does not, unless the rules have the same."""
+    name = config.get("model_type")
+    unread = "rope_parameters" in row.get("unread", ()) and any(config.get(key) for key in _SETTINGS)
+    check(not unread, f"rope_parameters: transformers does not read them for {name!r}; leave them out")
+    partial = any(key in row for key in _SHARES)
+    for key, field, group in (
+        ("rope_theta", "base", _BASES),
+        ("partial_rotary_factor", None, _SHARES if partial else ()),
+    ):
+        value, read = config.get(key), [other for other in group if _reads(row, other)]
+        if value is None or not group or key in read:
+            continue
+        effects = sorted({getattr(rule, field or key) for rule in rules})
+        check(
+            effects == [value],
+            f"{key} {shown(value)}: transformers reads {(read or ['rope_parameters'])[0]} for {name}, which gives "
+            f"{shown(effects)} here; write it there if that is intended",
+        )
     for base in config.get("layer_rope_theta") or ():
         check(base in (0, *(rule.base for rule in rules)), f"layer_rope_theta {shown(base)}: layers of several bases")
-
-
-def _effect(rule: FrequencyRule, key: str) -> float | None:
-    """The value of a rule's base, share or width, by the key that could have set it."""
-    if key == "rotary_dim":
-        return None if rule.head_dim is None else rule.rotary_dim()
-    return rule.partial_rotary_factor if key in _SHARES else rule.base
 
 
 # --- settings by layer type -------------------------------------------------------------------------------------------
@@ -213,9 +206,9 @@ def _layers(config: Config, row: Config) -> dict[str, Config | None]:
     name = config.get("model_type")
     check(
         row is _UNKNOWN or _is_nested(implied),
-        f"rope_parameters {shown(given)}: {name!r} has one rule for all layers; give only that rule",
+        f"rope_parameters {shown(given)}: {name} has one rule for all layers; give only that rule",
     )
-    wanted = f"{name!r} has separate rope_parameters for the layer types {', '.join(implied)}; give them by layer type"
+    wanted = f"{name} has separate rope_parameters for the layer types {', '.join(implied)}; give them by layer type"
     check(not given or _is_nested(given), f"rope_parameters {shown(given)}: {wanted}")
     check(not flat or bool(scaled), f"rope_scaling {shown(flat)}: {wanted}")
     found = dict(given or implied)
@@ -266,9 +259,11 @@ def _rule(parameters: Config, config: Config, row: Config, layer: str | None = N
     if width:
         _check_same_width(width, share, size, config)
         size, share = width, 1.0
+    partial = cls is Proportional or row is _UNKNOWN or any(key in row for key in _SHARES)
+    model = config.get("model_type")
     check(
-        share == 1 or cls is Proportional or row is _UNKNOWN or any(key in row for key in _SHARES),
-        f"partial_rotary_factor {shown(share)}: {config.get('model_type')!r} rotates whole heads; leave it out",
+        partial or share == 1,
+        f"partial_rotary_factor must be 1 for {model}, which rotates whole heads; found {shown(share)}",
     )
     rule = cls(base=_base(parameters, config, row, layer), head_dim=size, partial_rotary_factor=share, **options)
     return rule if row is _UNKNOWN or "scales_softmax" in row else _without_softmax_scale(rule)
@@ -346,7 +341,8 @@ def _share(parameters: Config, config: Config, row: Config, size: int | None) ->
 def _share_of(width: int, size: int | None) -> float:
     """The share of a number of channels."""
     check(size is not None, "rotary_dim needs the head size: give n_embd and n_head")
-    check(isinstance(width, int) and 0 < width <= size, f"rotary_dim must be from 1 to {size}, found {shown(width)}")
+    whole = isinstance(width, int) and not isinstance(width, bool)
+    check(whole and 0 < width <= size, f"rotary_dim must be a whole number from 1 to {size}, found {shown(width)}")
     return width / size
 
 

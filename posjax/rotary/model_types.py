@@ -182,7 +182,6 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0,
             "truncate": False,
             "original_max_position_embeddings": 4096,
-            "rope_theta": 150000.0,
         },
     },
     "gptj": {
@@ -375,7 +374,6 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0,
             "truncate": False,
             "original_max_position_embeddings": 4096,
-            "rope_theta": 150000.0,
         },
     },
     "paddleocr_vl_text": {"head_dim": 128, "rope_theta": 500000.0},

@@ -170,6 +170,7 @@ OLMO3 = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings":
         ({"model_type": "stablelm", "hidden_size": 64, "num_attention_heads": 1},
          Plain(head_dim=64, partial_rotary_factor=0.25)),
         ({"model_type": "cohere"}, Plain(5e5)),
+        ({"model_type": "gpt_oss"}, YaRN(32.0, 4096, truncate=False, base=1.5e5, head_dim=64)),
         ({"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16}, Plain(head_dim=128)),
         ({"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "head_dim": None}, Plain(head_dim=64)),
         ({"model_type": "mistral4", **MLA, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -191,6 +192,15 @@ def test_the_model_type_says_what_the_configuration_leaves_out(config, expected)
     """The values of these types are those of their configurations in transformers."""
     assert from_hf(config) == expected
     assert from_hf(dict(reversed(config.items()))) == expected
+
+
+def test_attn_factor_is_not_read():
+    """The config of DeepSeek-R1-0528-Qwen3-8B: transformers does not know the key, so the factor is 0.1 ln 4 + 1."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+            "attn_factor": 0.8782488562869419}  # fmt: skip
+    rule = from_hf({"model_type": "qwen3", "head_dim": 128, "rope_theta": 1e6, "rope_scaling": yarn})
+    assert rule == YaRN(4.0, 32768, base=1e6, head_dim=128)
+    np.testing.assert_allclose(rule.table_factor, 1.1386294361119891, rtol=1e-15)
 
 
 def test_explicit_factor_wins_over_the_lengths():
@@ -269,12 +279,12 @@ def test_rules_without_a_type_round_trip_in_value():
         ({"model_type": "falcon", "alibi": True}, "alibi True: 'falcon' has no rotary positions then"),
         ({"model_type": "granitemoehybrid"}, "position_embedding_type None: .* only with 'rope'"),
         ({"model_type": "efficientloftr", "rope_theta": 1e4}, "positions have two axes"),
-        ({**MODEL, "partial_rotary_factor": 0.5}, "0.5: transformers does not read it for 'llama'"),
-        ({**MODEL, "rope_parameters": {"partial_rotary_factor": 0.5}}, "'llama' rotates whole heads"),
-        ({"model_type": "bamba", "partial_rotary_factor": 1.0}, "1.0: transformers does not read it for 'bamba'"),
-        ({"model_type": "gpt_oss", "rope_theta": 1e4}, "rope_theta 10000.0: .* for 'gpt_oss', which has .150000.0."),
-        ({"model_type": "olmo3", "rope_parameters": OLMO3}, "'olmo3' has separate rope_parameters for the layer types"),
-        ({"model_type": "llama", "rope_parameters": {"a": {"rope_theta": 1e4}}}, "'llama' has one rule for all layers"),
+        ({**MODEL, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 for llama, which rot"),
+        ({**MODEL, "rope_parameters": {"partial_rotary_factor": 0.5}}, "must be 1 for llama, .*; found 0.5"),
+        ({"model_type": "bamba", "partial_rotary_factor": 1.0}, "1.0: transformers reads rope_parameters for bamba"),
+        ({"model_type": "gpt_neox", "rope_theta": 5e5}, "rope_theta 500000.0: transformers reads rotary_emb_base"),
+        ({"model_type": "olmo3", "rope_parameters": OLMO3}, "olmo3 has separate rope_parameters for the layer types"),
+        ({"model_type": "llama", "rope_parameters": {"a": {"rope_theta": 1e4}}}, "llama has one rule for all layers"),
         ({"model_type": "laguna", "rope_parameters": {"a": {"rope_type": "default"}}}, "a: rope_theta is missing"),
         ({"model_type": "glm", "head_dim": 128, "partial_rotary_factor": None}, "partial_rotary_factor is None"),
         ({"model_type": "deepseek_v3", **MLA, "partial_rotary_factor": 0.25}, "contradicts qk_rope_head_dim 64"),

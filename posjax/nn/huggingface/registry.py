@@ -40,7 +40,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     family = family_of(values)
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
     filled = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
-    filled |= {key: None for key, value in family.defaults.items() if key in values and values[key] is None}
+    filled |= {key: None for key in (*family.defaults, *_ROPE) if key in values and values[key] is None}
     for key, wanted in (_FIXED | dict(family.fixed)).items():
         fits = wanted if isinstance(wanted, tuple) else (wanted,)
         found = values.get(key, fits[0])
@@ -89,7 +89,10 @@ _KEYS = {
     **dict.fromkeys(("sliding_window_pattern", "num_kv_heads", "num_ln_in_parallel_attn"), int),
 }
 """Keys of several families whose kind does not follow from a default."""
+_ROPE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+"""Keys of which from_hf decides whether they may be null."""
 _MAY_BE_NONE = (
+    *_ROPE,
     "sliding_window",
     "num_key_value_heads",
     "head_dim",

@@ -162,7 +162,7 @@ CONFIGS = {
     "smollm3 rope": (released.CASES["smollm3"] | {"no_rope_layers": [1, 0]}, ["no_rope_layers names 2 layers of 3"]),
     "gemma3 rule": (
         released.CASES["gemma3_text"] | {"rope_parameters": released.rope(1e3)},
-        ["rope_parameters {'rope_type': 'default', 'rope_theta': 1000.0}: gemma3_text has separate ones for full_att"],
+        ["rope_parameters {'rope_type': 'default', 'rope_theta': 1000.0}: gemma3_text has separate"],
     ),
     "gemma3 cap": (
         released.CASES["gemma3_text"] | {"attn_logit_softcapping": 2.0},
@@ -187,11 +187,11 @@ CONFIGS = {
     "neox base": (
         {key: value for key, value in released.CASES["gpt_neox"].items() if key != "rotary_emb_base"}
         | {"rope_theta": 500.0},
-        ["rope_theta 500.0: transformers reads rotary_emb_base for gpt_neox, which is 10000.0 here; set it to 500.0"],
+        ["rope_theta 500.0: transformers reads rotary_emb_base for gpt_neox, which gives [10000.0] here"],
     ),
     "neox share": (
         released.CASES["gpt_neox"] | {"partial_rotary_factor": 1.0},
-        ["partial_rotary_factor 1.0: transformers reads rotary_pct for gpt_neox, which is 0.5 here"],
+        ["partial_rotary_factor 1.0: transformers reads rotary_pct for gpt_neox, which gives [0.5] here"],
     ),
     "neox heads": (
         released.CASES["gpt_neox"] | {"head_dim": 6},
