@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Protocol
 
-from posjax._checks import check, check_choice, shown
+from posjax._checks import check, check_choice, check_count, check_counts, check_number, shown
 from posjax.rotary.dynamic import DynamicNTK
 from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.model_types import MODEL_TYPES, NO_ROTARY, UNREADABLE
@@ -85,8 +85,9 @@ def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule
     config = config if isinstance(config, Mapping) else _as_mapping(config)
     if "rope_type" in config or ("type" in config and "model_type" not in config):
         return _rule(config, {}, _UNKNOWN)
+    for found in (config.get(key) for key in _SETTINGS):
+        check(not found or isinstance(found, Mapping), f"rope parameters must be a dictionary, found {shown(found)}")
     inner = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    check(isinstance(inner, Mapping), f"rope parameters must be a dictionary, found {shown(inner)}")
     row = _row(config, inner)
     if _is_nested(inner) or _is_nested(row.get("rope_parameters", {})):
         layers = _layers(config, row)
@@ -203,7 +204,7 @@ def _layers(config: Config, row: Config) -> dict[str, Config | None]:
     given, flat = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if _is_nested(flat):
         given, flat = flat, {}
-    name = config.get("model_type")
+    name = str(config.get("model_type"))[:100]
     check(
         row is _UNKNOWN or _is_nested(implied),
         f"rope_parameters {shown(given)}: {name} has one rule for all layers; give only that rule",
@@ -236,7 +237,7 @@ def _named_rule(name: str, parameters: Config, config: Config, row: Config) -> F
     try:
         return _rule(parameters, config, row, name)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{str(name)[:100]}: {error}") from None
 
 
 def _rope_type(parameters: Config, config: Config) -> str:
@@ -256,7 +257,9 @@ def _rule(parameters: Config, config: Config, row: Config, layer: str | None = N
     options = _options(name, cls, parameters, config)
     size, width = _head_dim(config, row, layer), _rotated_channels(config, row)
     share = _share(parameters, config, row, size)
+    check_number("partial_rotary_factor", share)
     if width:
+        check_count("qk_rope_head_dim", width)
         _check_same_width(width, share, size, config)
         size, share = width, 1.0
     partial = cls is Proportional or row is _UNKNOWN or any(key in row for key in _SHARES)
@@ -312,6 +315,7 @@ def _implied_factor(given: Config, config: Config) -> Config:
     new, original = config.get("max_position_embeddings"), given.get("original_max_position_embeddings")
     if new is None or original is None:
         return {}
+    check_counts(max_position_embeddings=new, original_max_position_embeddings=original)
     return {"factor": new / original}
 
 
@@ -378,5 +382,6 @@ def _head_dim(config: Config, row: Config, layer: str | None) -> int | None:
     named = (names.get("hidden_size", "hidden_size"), names.get("num_attention_heads", "num_attention_heads"))
     for size, heads in (named, ("hidden_size", "num_attention_heads"), ("n_embd", "n_head")):
         if config.get(size) and config.get(heads):
+            check_counts(**{size: config[size], heads: config[heads]})
             return config[size] // config[heads]
     return None

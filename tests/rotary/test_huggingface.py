@@ -327,3 +327,29 @@ def test_a_config_object_is_read_by_its_dictionary():
 def test_values_that_are_not_configurations_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         from_hf(config)
+
+
+LONG = "x" * 3000
+MLA_MODEL = {"model_type": "deepseek_v3", **MLA}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def refusal(config):
+    """The message with which a configuration is refused, empty if it is read."""
+    try:
+        from_hf(config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("key", [*MODEL, *YARN, "rope_parameters", "rope_scaling", "partial_rotary_factor", LONG])
+@pytest.mark.parametrize("value", [LONG, {LONG: 3}, {LONG: {LONG: LONG}}, [LONG]], ids=("text", "key", "layer", "list"))
+def test_a_message_does_not_repeat_a_long_value(key, value):
+    configs = (
+        {**MODEL, "rope_parameters": YARN | {key: value}},
+        {**MODEL, key: value},
+        {"rope_theta": 1e4, key: value},
+    )
+    for config in (*configs, {"model_type": "gemma3_text", "rope_scaling": {key: value}}, {**MLA_MODEL, key: value}):
+        assert len(refusal(config)) < 500

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from posjax import absolute, bias
-from posjax._checks import check
+from posjax._checks import check, shown
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     PLAIN,
@@ -311,10 +311,8 @@ def _mpt(values: Values) -> dict[str, Any]:
     attention = values.get("attn_config") or {}
     for key, fits in _MPT_ATTENTION.items():
         found = attention.get(key, fits[0])
-        why = (
-            f"config.json: attn_config.{key} {found!r} is an option that Decoder does not have; {fits[0]!r} would work"
-        )
-        check(found in fits, why)
+        why = f"attn_config.{key} {shown(found)} is an option that Decoder does not have; {fits[0]!r} would work"
+        check(found in fits, f"config.json: {why}")
     heads = values["n_heads"]
     check(
         heads & (heads - 1) == 0,
@@ -386,7 +384,7 @@ def _falcon(values: Values) -> dict[str, Any]:
     norms = values.get("num_ln_in_parallel_attn") or (2 if new else 1)
     check(
         norms in ((1, 2) if new else (1,)),
-        f"config.json: num_ln_in_parallel_attn {norms!r} is an option that Decoder does not have; 1 would work",
+        f"config.json: num_ln_in_parallel_attn {shown(norms)} is an option that Decoder does not have; 1 would work",
     )
     return {
         "num_kv_heads": (values.get("num_kv_heads") or values["num_attention_heads"]) if new else 1,

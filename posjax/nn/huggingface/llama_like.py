@@ -406,8 +406,14 @@ PHI3 = _family(
 def _phi3_scheme(values: Values) -> Scheme:
     """Plain RoPE or LongRoPE, the only rules that transformers reads for this family."""
     scheme = _windowed(values)
-    name = scheme.features.frequencies.hf_type
-    check_choice("config.json: rope_type of phi3", name, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
+    rule, size = scheme.features.frequencies, values["hidden_size"] // values["num_attention_heads"]
+    check_choice("config.json: rope_type of phi3", rule.hf_type, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
+    wanted = rotary.Plain(partial_rotary_factor=rule.partial_rotary_factor).rotary_dim(size) // 2
+    found = len(getattr(rule, "long_factor", range(wanted)))
+    check(
+        found == wanted,
+        f"config.json: long_factor must have {wanted} numbers for phi3 with heads of {size} channels, found {found}",
+    )
     return scheme
 
 

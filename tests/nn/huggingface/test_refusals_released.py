@@ -237,6 +237,19 @@ def test_values_of_a_wrong_kind_are_named_by_their_key(name):
 
 
 @pytest.mark.parametrize("case", released.CASES)
+def test_a_message_does_not_repeat_a_long_value(case):
+    for key in (*released.CASES[case], "rope_scaling", "quantization_config", "is_causal", "head_dim"):
+        for value in ("x" * 3000, ["x" * 3000], {"quant_method": "x" * 3000}):
+            try:
+                read_config(released.CASES[case] | {key: value})
+            except ValueError as error:
+                found = str(error)
+            else:
+                found = ""
+            assert len(found) < 600, (key, found[:700])
+
+
+@pytest.mark.parametrize("case", released.CASES)
 def test_every_key_may_be_missing_or_of_any_kind(case):
     """The config is then read, or refused with a ValueError and no other error."""
     values = released.CASES[case]
