@@ -179,7 +179,8 @@ def _check_read(config: Config, row: Config, rules: list[FrequencyRule]) -> None
             f"{key} {shown(value)}: transformers reads {(read or ['rope_parameters'])[0]} for {name}, which gives "
             f"{shown(effects)} here; write it there if that is intended",
         )
-    for base in config.get("layer_rope_theta") or ():
+    bases = config.get("layer_rope_theta")
+    for base in bases if isinstance(bases, list | tuple) else ():
         check(base in (0, *(rule.base for rule in rules)), f"layer_rope_theta {shown(base)}: layers of several bases")
 
 
@@ -326,7 +327,8 @@ def _base(parameters: Config, config: Config, row: Config, layer: str | None) ->
             if key in source:
                 check(source[key] is not None, f"{key} is None: give the base, such as 10000.0")
                 return source[key]
-    check(layer is None or row is _UNKNOWN, "rope_theta is missing: this layer type has a base of its own")
+    implied = config.get("model_type") is None if row is _UNKNOWN else layer is None
+    check(implied, "rope_theta is missing: give the base, which the model type does not imply here")
     return next((row[key] for key in _BASES if row.get(key)), 10_000.0)
 
 

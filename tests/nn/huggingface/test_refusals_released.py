@@ -236,6 +236,23 @@ def test_values_of_a_wrong_kind_are_named_by_their_key(name):
     refuse([f"config.json: {key}", words], read_config, released.CASES[case] | {key: value})
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3_text", "phi3", "cohere2"])
+def test_a_null_base_is_refused_as_transformers_cannot_compute_with_it(case):
+    """Settings and a share that are null are left out, as in transformers."""
+    plain = {key: value for key, value in released.CASES[case].items() if key not in ("rope_parameters", "rope_theta")}
+    refuse(["rope_theta is None: give the base"], read_config, plain | {"rope_theta": None})
+    nulls = dict.fromkeys(("rope_parameters", "rope_scaling", *(("partial_rotary_factor",) if case == "llama" else ())))
+    assert read_config(plain | nulls) == read_config(plain)
+
+
+def test_the_attn_factor_of_a_released_model_is_not_read():
+    yarn = released.rope(1e6, rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    found = [
+        read_config(released.CASES["qwen3"] | {"rope_parameters": yarn | more}) for more in ({}, {"attn_factor": 0.878})
+    ]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("case", released.CASES)
 def test_a_message_does_not_repeat_a_long_value(case):
     for key in (*released.CASES[case], "rope_scaling", "quantization_config", "is_causal", "head_dim"):
