@@ -235,27 +235,28 @@ def _flat(cls: type, plain: dict[str, Any], before: Rotations, parameters: dict[
     bare = plain | {"rope_parameters": {"rope_type": "default"} | sections}
     configs = {key: _config(cls, bare | {key: OTHER}) for key in BASES}
     read = [key for key, config in configs.items() if config and config.rope_parameters["rope_theta"] == OTHER]
-    base, share = _config(cls, bare).rope_parameters["rope_theta"], parameters.get("partial_rotary_factor", 1.0)
+    base = _config(cls, bare).rope_parameters["rope_theta"]
     found = {} if (read, base) == (["rope_theta"], 10_000.0) else {(read or ["rope_theta"])[0]: base}
-    unread = [] if read else ["rope_theta"]
-    whole = tried(cls, bare)
-    without = round(share * len(whole[None][0]) / len(before[None][0]), 6)
-    kept = {name: value for name, value in parameters.items() if name not in ("type", *sections)}
-    if read and _changed(before, tried(cls, plain | {read[0]: OTHER})) and kept["rope_theta"] == base:
-        del kept["rope_theta"]  # the base stands outside, also beside the implied settings
-    if kept != {"rope_type": "default"} | (
-        {"partial_rotary_factor": share} if "partial_rotary_factor" in kept else {}
-    ) or (share != without):
-        found["rope_parameters"] = kept
-    inner = {"rope_parameters": bare["rope_parameters"] | {"partial_rotary_factor": without / 2}}
-    if "qk_rope_head_dim" not in plain and _resized(whole, tried(cls, bare | inner)):
-        read = [
-            key for key in ("partial_rotary_factor", "rotary_pct") if _resized(whole, tried(cls, bare | {key: 0.1}))
-        ]
-        found |= {read[-1] if read else "partial_rotary_factor": without}
-        unread += [] if read else ["partial_rotary_factor"]
-        found |= {"rotary_dim": None} if _resized(whole, tried(cls, bare | {"rotary_dim": 32})) else {}
-    return found | ({"unread": unread} if unread else {})
+    implied = {name: value for name, value in parameters.items() if name not in ("type", *sections)}
+    if read and _changed(before, tried(cls, plain | {read[0]: OTHER})) and implied["rope_theta"] == base:
+        del implied["rope_theta"]  # the base stands outside, also beside implied settings
+    found |= {} if read else {"unread": ["rope_theta"]}
+    share = implied.get("partial_rotary_factor", 1.0)
+    without = round(share * len(tried(cls, bare)[None][0]) / len(before[None][0]), 6)
+    if share != without or implied.keys() - {"partial_rotary_factor"} != {"rope_type"}:
+        found["rope_parameters"] = implied
+    return found | ({} if "qk_rope_head_dim" in plain else _share(cls, bare, without))
+
+
+def _share(cls: type, bare: dict[str, Any], default: float) -> dict[str, Any]:
+    """The keys that set the rotated part of a head, none if a type rotates whole heads."""
+    whole, inner = tried(cls, bare), {**bare["rope_parameters"], "partial_rotary_factor": default / 2}
+    if not _resized(whole, tried(cls, bare | {"rope_parameters": inner})):
+        return {}
+    outer = ("partial_rotary_factor", "rotary_pct")
+    read = [key for key in outer if _resized(whole, tried(cls, bare | {key: 0.1}))]
+    found = {read[-1] if read else outer[0]: default} | ({} if read else {"unread": [outer[0]]})
+    return found | ({"rotary_dim": None} if _resized(whole, tried(cls, bare | {"rotary_dim": 32})) else {})
 
 
 def _layers(cls: type, plain: dict[str, Any], before: Rotations, parameters: dict[str, Any]) -> dict[str, Any]:

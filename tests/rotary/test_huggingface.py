@@ -285,7 +285,7 @@ def test_rules_without_a_type_round_trip_in_value():
         ({"model_type": "gpt_neox", "rope_theta": 5e5}, "rope_theta 500000.0: transformers reads rotary_emb_base"),
         ({"model_type": "olmo3", "rope_parameters": OLMO3}, "olmo3 has separate rope_parameters for the layer types"),
         ({"model_type": "llama", "rope_parameters": {"a": {"rope_theta": 1e4}}}, "llama has one rule for all layers"),
-        ({"model_type": "laguna", "rope_parameters": {"a": {"rope_type": "default"}}}, "a: rope_theta is missing: give the base"),
+        ({"model_type": "laguna", "rope_parameters": {"a": {"rope_type": "default"}}}, "a: rope_theta is missing"),
         ({"model_type": "my_own", "rope_parameters": {"a": {"rope_type": "default"}}}, "a: rope_theta is missing"),
         ({"model_type": "glm", "head_dim": 128, "partial_rotary_factor": None}, "partial_rotary_factor is None"),
         ({"model_type": "deepseek_v3", **MLA, "partial_rotary_factor": 0.25}, "contradicts qk_rope_head_dim 64"),

@@ -77,6 +77,11 @@ def test_a_setting_is_read_as_in_transformers_or_refused(types, case):
     assert list(found.values()).count("same") > 15
 
 
+@pytest.mark.parametrize("name", ["glm", "gpt_neox", "apertus", "gemma3_text", "olmo3", "deepseek_v4", "zamba2"])
+def test_the_script_finds_the_rows_of_the_table(types, name):
+    assert theirs.row(types[name], name) == MODEL_TYPES[name]
+
+
 def test_types_that_no_rule_describes_are_refused(types):
     assert not {*UNREADABLE, *NO_ROTARY} & set(MODEL_TYPES)
     for name in (*UNREADABLE, *NO_ROTARY):
