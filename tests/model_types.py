@@ -55,12 +55,17 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
-def config_classes() -> dict[str, type]:
-    """transformers' configuration class of every model type, also of the parts of larger models."""
+def config_classes(words: str = "") -> dict[str, type]:
+    """transformers' configuration class of every model type, from files that have one of the words.
+
+    Larger models have a type for each of their parts.
+    """
     import transformers
 
     found = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/configuration_*.py")):
+        if not re.search(words, path.read_text()):
+            continue
         module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
         for cls in vars(module).values():
             if inspect.isclass(cls) and cls.__module__ == module.__name__ and getattr(cls, "model_type", ""):
@@ -131,7 +136,7 @@ def sizes(cls: type, model_type: str) -> dict[str, Any]:
 def rotary_types() -> dict[str, type]:
     """The configuration classes of the types that have a rotary module of one axis."""
     found = {}
-    for name, cls in config_classes().items():
+    for name, cls in config_classes("rope_parameters|rotary_dim|rope_theta").items():
         rotates = "rope_parameters" in inspect.signature(cls).parameters or name in ("gptj", "codegen", "esm")
         one_axis = getattr(cls, "default_rope_type", "default") == "default"
         if rotates and one_axis and name not in (*REASONS, *ABSTRACT) and rotary_module(cls) is not None:
@@ -190,7 +195,9 @@ def _config(cls: type, values: Mapping[str, Any]) -> Any:
 
 def _changed(before: Rotations, after: Rotations) -> list[str | None]:
     """The layer types whose frequencies differ."""
-    return [key for key in before if key in after and not np.array_equal(before[key][0], after[key][0])]
+    return [
+        key for key in sorted(before, key=str) if key in after and not np.array_equal(before[key][0], after[key][0])
+    ]
 
 
 def _resized(before: Rotations, after: Rotations) -> bool:
@@ -261,6 +268,7 @@ def _share(cls: type, bare: dict[str, Any], default: float) -> dict[str, Any]:
 
 def _layers(cls: type, plain: dict[str, Any], before: Rotations, parameters: dict[str, Any]) -> dict[str, Any]:
     """The keys of a type whose layer types have rules of their own."""
+    parameters = dict(sorted(parameters.items()))  # some types order them by a set
     latent = ("partial_rotary_factor",) if "qk_rope_head_dim" in plain else ()
     found = {"rope_parameters": {layer: inner and _short(inner, latent) for layer, inner in parameters.items()}}
     bases = {layer: key for key in BASES for layer in _changed(before, tried(cls, plain | {key: OTHER}))}

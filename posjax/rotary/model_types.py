@@ -45,7 +45,7 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "bamba": {"partial_rotary_factor": 0.5, "unread": ["partial_rotary_factor"]},
     "beam": {
         "head_dim": 128,
-        "rope_parameters": {"sliding_attention": {"rope_theta": 10000.0}, "full_attention": None},
+        "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 10000.0}},
     },
     "bitnet": {"rope_theta": 500000.0},
     "blt_global_transformer": {"rope_theta": 500000.0},
@@ -87,7 +87,7 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"qk_rope_head_dim": 64, "scales_softmax": True},
     "deepseek_v4": {
         "qk_rope_head_dim": 64,
-        "rope_parameters": {"main": {"rope_theta": 10000.0}, "compress": {"rope_theta": 160000.0}},
+        "rope_parameters": {"compress": {"rope_theta": 160000.0}, "main": {"rope_theta": 10000.0}},
         "bases": {"main": "rope_theta", "compress": "compress_rope_theta"},
         "scaled": {"compress": {"attention_factor": 1.0}},
     },
@@ -97,8 +97,8 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "diffusion_gemma_text": {
         "head_dim": 256,
         "rope_parameters": {
-            "sliding_attention": {"rope_theta": 10000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_theta": 10000.0},
         },
         "partial_rotary_factor": 1.0,
         "unread": ["partial_rotary_factor"],
@@ -113,7 +113,7 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "dots3_note_audio_encoder": {"partial_rotary_factor": 0.5},
     "embedding_gemma2_text": {
         "head_dim": 256,
-        "rope_parameters": {"sliding_attention": {"rope_theta": 10000.0}, "full_attention": {"rope_theta": 1000000.0}},
+        "rope_parameters": {"full_attention": {"rope_theta": 1000000.0}, "sliding_attention": {"rope_theta": 10000.0}},
         "global_head_dim": 512,
     },
     "emu3_text_model": {"rope_theta": 1000000.0},
@@ -134,29 +134,29 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 256},
     "gemma3_text": {
         "head_dim": 256,
-        "rope_parameters": {"sliding_attention": {"rope_theta": 10000.0}, "full_attention": {"rope_theta": 1000000.0}},
+        "rope_parameters": {"full_attention": {"rope_theta": 1000000.0}, "sliding_attention": {"rope_theta": 10000.0}},
         "bases": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
         "scaled": {"full_attention": {}},
     },
     "gemma3n_text": {
         "head_dim": 256,
-        "rope_parameters": {"sliding_attention": {"rope_theta": 10000.0}, "full_attention": {"rope_theta": 1000000.0}},
+        "rope_parameters": {"full_attention": {"rope_theta": 1000000.0}, "sliding_attention": {"rope_theta": 10000.0}},
         "bases": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
         "scaled": {"full_attention": {}},
     },
     "gemma4_text": {
         "head_dim": 256,
         "rope_parameters": {
-            "sliding_attention": {"rope_theta": 10000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_theta": 10000.0},
         },
         "global_head_dim": 512,
     },
     "gemma4_unified_text": {
         "head_dim": 256,
         "rope_parameters": {
-            "sliding_attention": {"rope_theta": 10000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_theta": 10000.0},
         },
         "global_head_dim": 512,
     },
@@ -243,8 +243,8 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "lfm3": {
         "head_dim": 128,
         "rope_parameters": {
-            "sliding_attention": {"rope_theta": 10000.0},
             "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 10000.0},
         },
     },
     "llama": {},
@@ -322,12 +322,12 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "mixtral": {"rope_theta": 1000000.0},
     "mllama_text_model": {"rope_theta": 500000.0},
     "modernbert": {
-        "rope_parameters": {"sliding_attention": {"rope_theta": 10000.0}, "full_attention": {"rope_theta": 160000.0}},
+        "rope_parameters": {"full_attention": {"rope_theta": 160000.0}, "sliding_attention": {"rope_theta": 10000.0}},
         "bases": {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
         "scaled": {"full_attention": {}, "sliding_attention": {}},
     },
     "modernbert-decoder": {
-        "rope_parameters": {"sliding_attention": {"rope_theta": 10000.0}, "full_attention": {"rope_theta": 160000.0}},
+        "rope_parameters": {"full_attention": {"rope_theta": 160000.0}, "sliding_attention": {"rope_theta": 10000.0}},
         "bases": {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
         "scaled": {"full_attention": {}, "sliding_attention": {}},
     },
@@ -358,7 +358,7 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "olmo": {},
     "olmo2": {},
     "olmo3": {
-        "rope_parameters": {"sliding_attention": {"rope_theta": 500000.0}, "full_attention": {"rope_theta": 500000.0}},
+        "rope_parameters": {"full_attention": {"rope_theta": 500000.0}, "sliding_attention": {"rope_theta": 500000.0}},
         "bases": {"full_attention": "rope_theta"},
         "scaled": {"full_attention": {}},
     },
@@ -426,19 +426,19 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "t5_gemma_module": {"head_dim": 256},
     "t5gemma2_decoder": {
         "head_dim": 256,
-        "rope_parameters": {"sliding_attention": {"rope_theta": 10000.0}, "full_attention": {"rope_theta": 1000000.0}},
+        "rope_parameters": {"full_attention": {"rope_theta": 1000000.0}, "sliding_attention": {"rope_theta": 10000.0}},
         "bases": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
         "scaled": {"full_attention": {}},
     },
     "t5gemma2_text": {
         "head_dim": 256,
-        "rope_parameters": {"sliding_attention": {"rope_theta": 10000.0}, "full_attention": {"rope_theta": 1000000.0}},
+        "rope_parameters": {"full_attention": {"rope_theta": 1000000.0}, "sliding_attention": {"rope_theta": 10000.0}},
         "bases": {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
         "scaled": {"full_attention": {}},
     },
     "timesfm2_5": {"head_dim": 80},
     "ultrabert": {
-        "rope_parameters": {"sliding_attention": {"rope_theta": 10000.0}, "full_attention": {"rope_theta": 2560000.0}}
+        "rope_parameters": {"full_attention": {"rope_theta": 2560000.0}, "sliding_attention": {"rope_theta": 10000.0}}
     },
     "unlimited_ocr_text": {},
     "vaultgemma": {"head_dim": 256},
