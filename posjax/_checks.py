@@ -1,5 +1,6 @@
 """Argument checks whose messages name the argument, what was found and what would work."""
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
@@ -119,6 +120,18 @@ def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
 def _host(value: Any) -> str:
     """Words of a message that ask for a Python number, if the value found is a JAX array."""
     return ", a Python number known before tracing" if isinstance(value, jax.Array) else ""
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises unless ``value`` is True or False: the text "false" would count as true."""
+    check(isinstance(value, bool), f"{name} must be True or False, found {shown(value)}")
+
+
+def check_flags(spec: Any, prefix: str = "") -> None:
+    """Raises unless every field of a dataclass that is declared ``bool`` is one; ``prefix`` comes before its name."""
+    for field in dataclasses.fields(spec):
+        if field.type in (bool, "bool"):
+            check_flag(f"{prefix}{field.name}", getattr(spec, field.name))
 
 
 def check_count(name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_number, take
+from posjax._checks import check_flags, check_number, take
 from posjax._numbers import level, widened
 
 
@@ -66,6 +66,7 @@ class _OfQueriesAndKeys:
     commutes_with_rotation = True
 
     def __post_init__(self):
+        check_flags(self)
         check_number("eps", self.eps, at_least=0)
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:

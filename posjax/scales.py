@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number, check_positive, take
+from posjax._checks import check, check_count, check_flags, check_number, check_positive, take
 from posjax._numbers import level
 from posjax.positions import Positions, as_array
 
@@ -296,6 +296,7 @@ class SSMax:
     shift_invariant = True
 
     def __post_init__(self):
+        check_flags(self)
         check_number("initial", self.initial)
 
     def init(self, key: Array, num_heads: int) -> dict[str, Float[Array, "heads"]]:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import posjax as pj
-from posjax import bias, coca, linear, masks, norms, pope, positions, remap, rotary, scales
+from posjax import bias, coca, linear, masks, nn, norms, pope, positions, remap, rotary, scales
 from posjax.nn import Decoder, DecoderConfig, Experts
 from posjax.positions import Range
 from posjax.scheme import Scheme
@@ -417,3 +417,31 @@ def test_counts_of_visible_keys_do_not_wrap():
     counted = Scheme(scale=scales.LogN(1024)).attend(q, k, v, return_residuals=True, **last)[1]
     want = Scheme(scale=scales.Constant(31 / 10)).attend(q, k, v, return_residuals=True, **last)[1]
     np.testing.assert_allclose(counted, want, rtol=1e-5)
+
+
+WITH_FLAGS = (
+    *(bias.ALiBi(), bias.T5(), bias.FIRE(), bias.FoX(), linear.Performer(), norms.QKNorm(), scales.SSMax()),
+    *(bias.LinearBias(jnp.ones(4)), bias.ForgetBias(HALF, HALF), bias.BucketBias(HALF, 8, True), masks.Segments(IDS)),
+    *(rotary.NTKByParts(2.0, 8), rotary.YaRN(2.0, 8), rotary.DynamicYaRN(8)),
+    *(DecoderConfig(vocab_size=11, num_layers=1, model_dim=16, num_heads=2), nn.Norm(), nn.Residual()),
+)
+
+
+def test_every_flag_of_a_spec_is_true_or_false():
+    """The text "false" of an unquoted configuration would count as true."""
+    flags = [
+        (spec, field.name) for spec in WITH_FLAGS for field in dataclasses.fields(spec) if field.type in (bool, "bool")
+    ]
+    for spec, name in flags:
+        for value in ("false", 1, None):
+            with pytest.raises(ValueError, match=f"{name} must be True or False, found {value!r}"):
+                dataclasses.replace(spec, **{name: value})
+    with pytest.raises(ValueError, match="qk_norm must be True or False, found 'false'"):
+        pj.scheme("llama4", num_layers=4, qk_norm="false")
+
+
+def test_every_spec_with_a_flag_is_tried():
+    rooms = (bias, coca, linear, masks, norms, pope, remap, rotary, scales, nn)
+    specs = {one for room in rooms for one in vars(room).values() if dataclasses.is_dataclass(one)}
+    flags = {one for one in specs if any(field.type in (bool, "bool") for field in dataclasses.fields(one))}
+    assert flags == {type(spec) for spec in WITH_FLAGS}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_positive, shown, take
+from posjax._checks import check, check_choice, check_count, check_flags, check_positive, shown, take
 from posjax._numbers import widened
 from posjax._slots import with_head_axis
 from posjax.bias.base import Bias, BiasSpec, distance, heads_first
@@ -77,6 +77,9 @@ class LinearBias(Bias):
     axes: ClassVar = {"slopes": ("heads",), "ahead": ("heads",)}
     by_distance: ClassVar[bool] = True
 
+    def __post_init__(self):
+        check_flags(self)
+
     @property
     def grows_ahead(self):
         """True unless the bias is symmetric."""
@@ -129,6 +132,7 @@ class ALiBi(BiasSpec):
             not isinstance(self.symmetric, jax.Array | np.ndarray),
             f"symmetric must be True or False, found {shown(self.symmetric)}; for other slopes use bias.LinearBias",
         )
+        check_flags(self)
         check_positive("factor", self.factor)
         if self.steepest is not None:
             check_positive("steepest", self.steepest)

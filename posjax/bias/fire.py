@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_count, check_positive, take
+from posjax._checks import check_count, check_flags, check_positive, take
 from posjax._numbers import level, widened
 from posjax.bias.base import Bias, BiasSpec, distance, heads_first
 
@@ -76,6 +76,7 @@ class FIRE(BiasSpec):
     shared_across_layers: bool = False
 
     def __post_init__(self):
+        check_flags(self)
         check_count("FIRE width", self.width)
         check_positive("FIRE c", self.c)
         check_positive("FIRE threshold", self.threshold)

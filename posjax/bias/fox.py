@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from posjax._checks import check, check_count, check_positive, check_rank, take
+from posjax._checks import check, check_count, check_flags, check_positive, check_rank, take
 from posjax._numbers import at_least_float32, widened
 from posjax.bias.base import Bias, BiasSpec
 
@@ -30,6 +30,9 @@ class ForgetBias(Bias):
 
     axes: ClassVar = {"q_gates": ("batch", "heads", "queries"), "kv_gates": ("batch", "heads", "keys")}
     reads_positions: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_flags(self)
 
     @property
     def grows_ahead(self):
@@ -89,6 +92,7 @@ class FoX(BiasSpec):
     shift_invariant = True
 
     def __post_init__(self):
+        check_flags(self)
         needed = self.data_dependent or self.decay_times is not None
         check(needed, "decay_times must be given when data_dependent is False, or all heads are equal")
         if self.decay_times is not None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_number, take
+from posjax._checks import check, check_count, check_flags, check_number, take
 from posjax._numbers import LARGEST, level
 from posjax.bias.base import Bias, BiasSpec
 from posjax.positions import difference
@@ -93,6 +93,9 @@ class BucketBias(Bias):
     axes: ClassVar = {"table": (None, "heads")}
     by_distance: ClassVar[bool] = True
 
+    def __post_init__(self):
+        check_flags(self)
+
     @property
     def constant_from(self):
         """The distance at which the last bucket begins."""
@@ -140,6 +143,7 @@ class T5(BiasSpec):
     shift_invariant = True
 
     def __post_init__(self):
+        check_flags(self)
         _check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
         check_number("stddev", self.stddev, at_least=0)
 

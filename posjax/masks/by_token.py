@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from posjax._checks import check, check_array, check_rank
+from posjax._checks import check, check_array, check_flags, check_rank
 from posjax.masks.base import And, Mask
 from posjax.masks.bounds import BlockBounds, block_range
 
@@ -49,6 +49,7 @@ class OfTokens(Mask):
         return q, k
 
     def __post_init__(self):
+        check_flags(self)
         q, k = self._fields
         if getattr(self, k.name) is None:
             object.__setattr__(self, k.name, getattr(self, q.name))

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_number, check_positive, shown
+from posjax._checks import check, check_choice, check_flags, check_number, check_positive, shown
 from posjax._numbers import LARGEST, level
 from posjax.attention.sharded import Placement
 from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
@@ -112,6 +112,7 @@ class DecoderConfig:
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):
             check_size(name, name, getattr(self, name))
+        check_flags(self)
         check_choice("activation", self.activation, ACTIVATIONS)
         self._check_numbers()
         check_choice("remat", self.remat, REMAT)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_counts, check_number
+from posjax._checks import check, check_choice, check_counts, check_flags, check_number
 
 NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
@@ -35,6 +35,7 @@ class Norm:
     unit_offset: bool = False
 
     def __post_init__(self):
+        check_flags(self, "norm.")
         check_choice("norm.kind", self.kind, NORMS)
         check_number("norm.eps", self.eps, at_least=0)
         check(
@@ -89,6 +90,7 @@ class Residual:
     scale: float = 1.0
 
     def __post_init__(self):
+        check_flags(self, "residual.")
         check_choice("residual.norm", self.norm, PLACES)
         check_number("residual.scale", self.scale)
         before = self.norm != "after"

@@ -1,16 +1,19 @@
 """Reading Hugging Face's rope settings: ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
 
-Where transformers warns or guesses, this module raises ValueError: an unknown type or key, a missing key, a base of
-None. The other direction is each rule's ``to_hf``.
+What a configuration leaves out follows from its model type, by the table in ``model_types.py``. Where transformers
+warns or guesses, this module raises ValueError: an unknown type or key, a missing key, a base of None. The other
+direction is each rule's ``to_hf``.
 """
 
 import dataclasses
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Protocol
 
-from posjax._checks import check, check_choice, shown
+from posjax._checks import check, check_choice, check_count, check_counts, check_number, shown
 from posjax.rotary.dynamic import DynamicNTK
 from posjax.rotary.longrope import LongRoPE
+from posjax.rotary.model_types import MODEL_TYPES, NO_ROTARY, UNREADABLE
 from posjax.rotary.rules import FrequencyRule, Plain, Proportional
 from posjax.rotary.scalings import Linear, Llama3, YaRN
 
@@ -32,36 +35,17 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-# Keys that do not affect the frequencies of text.
+# Keys that do not affect the frequencies of text, and one that transformers does not read.
 _IGNORED = ("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings", "finetuned")
+_IGNORED += ("attn_factor",)
 _SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# Default bases other than 10,000, of model types whose configuration may omit the base (transformers 5.23).
-_DEFAULT_BASE = {
-    "apertus": 12e6,
-    "bitnet": 5e5,
-    "csm": 5e5,
-    "cwm": 1e6,
-    "emu3": 1e6,
-    "ernie4_5": 5e5,
-    "ernie4_5_moe": 5e5,
-    "flex_olmo": 5e5,
-    "gpt_oss": 1.5e5,
-    "lfm2": 1e6,
-    "lfm2_moe": 1e6,
-    "llama4_text": 5e5,
-    "longcat_flash": 1e7,
-    "minimax": 1e6,
-    "mixtral": 1e6,
-    "olmo3": 5e5,
-    "phimoe": 1e6,
-    "qwen2_vl_text": 1e6,
-    "qwen2_5_vl_text": 1e6,
-    "qwen3_vl_text": 5e5,
-    "smollm3": 2e6,
-}
-
-# Models that write DeepSeek's mscales but use only their ratio, on cos and sin.
-_NO_SOFTMAX_SCALE = ("ministral3",)
+_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_dim")
+_BASES = ("rope_theta", "rotary_emb_base")
+_LAYER_BASES = ("rope_local_base_freq", "global_rope_theta", "local_rope_theta", "compress_rope_theta")
+_SETTINGS = ("rope_parameters", "rope_scaling")
+_KEYS = (*_SETTINGS, *_BASES, *_LAYER_BASES, *_SHARES)
+_UNKNOWN: dict[str, Any] = dict.fromkeys((*_BASES, *_SHARES))
+"""The row of a model type that is not in the table: every key is read, and none has a default."""
 
 Config = Mapping[str, Any]
 
@@ -80,39 +64,127 @@ def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule
         ``PretrainedConfig``. A whole configuration, with ``rope_parameters`` (transformers 5) or ``rope_scaling`` and
         ``rope_theta`` (transformers 4); or only that inner dictionary, recognised by its ``rope_type`` or ``type``.
 
-    Returns a rule whose ``head_dim`` is set if the configuration has it. Where layer types differ (Gemma 3,
+    Returns a rule whose ``head_dim`` is set if the configuration has it. Where layer types differ (Gemma 3, OLMo 3,
     ModernBERT, nested ``rope_parameters``) returns ``{layer_type: rule}``, with None for a layer type without rope.
 
-    Precedence: the first that is found wins. Base and partial rotary factor: inner dictionary, outer configuration, the
-    model type's default, 10,000 and 1. Original length: for a flat dictionary the outer
-    ``original_max_position_embeddings`` (Phi-3), then the inner one, then ``max_position_embeddings``; for a nested
-    dictionary only the last two. A missing longrope factor, or a yarn factor of None, is ``max_position_embeddings``
-    divided by the original length.
+    ``model_type`` decides what a missing key means: the base, the rotated share and the size of a head, the scaling,
+    and which layer types a ``rope_scaling`` is for, as in transformers. The table is ``posjax/rotary/model_types.py``.
+    Of a type that is not in it, and without a type, the configuration must say the base.
 
-    Raises ValueError for an unknown type or key, a missing key, a base of None, a factor below 1, lists of the wrong
-    length, and every other value that the rule rejects; the message starts with the layer type if there is one.
+    Precedence: the first that is found wins. Base and partial rotary factor: inner dictionary, outer configuration, the
+    model type's default. ``rope_scaling`` wins over ``rope_parameters``. Original length: for a flat dictionary the
+    outer ``original_max_position_embeddings`` (Phi-3), then the inner one, then ``max_position_embeddings``; for a
+    nested dictionary only the last two. A missing longrope factor, or a yarn factor of None, is
+    ``max_position_embeddings`` divided by the original length. ``qk_rope_head_dim`` is the number of rotated channels.
+
+    Raises ValueError for a model without rotary positions, an unknown model type that does not say its base, a setting
+    that the model type does not read, an unknown rope type or key, a missing key, a base of None, a factor below 1,
+    lists of the wrong length, and every other value that the rule rejects; the message starts with the layer type if
+    there is one.
     """
     config = config if isinstance(config, Mapping) else _as_mapping(config)
     if "rope_type" in config or ("type" in config and "model_type" not in config):
-        return _rule(config, {})
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    check(isinstance(parameters, Mapping), f"rope parameters must be a dictionary, found {shown(parameters)}")
-    check(
-        bool(parameters) or "text_config" not in config or "rope_theta" in config,
-        "config has no rope settings of its own: pass config['text_config'], or config.text_config of an object",
-    )
-    layers = parameters if _is_nested(parameters) else _two_bases(config)
-    if layers is None:
-        return _rule(_with_outer_original(parameters, config), config)
-    return {name: None if inner is None else _named_rule(name, inner, config) for name, inner in layers.items()}
+        return _rule(config, {}, _UNKNOWN)
+    for found in (config.get(key) for key in _SETTINGS):
+        check(not found or isinstance(found, Mapping), f"rope parameters must be a dictionary, found {shown(found)}")
+    inner = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    row = _row(config, inner)
+    if _is_nested(inner) or _is_nested(row.get("rope_parameters", {})):
+        layers = _layers(config, row)
+        found = {name: None if one is None else _named_rule(name, one, config, row) for name, one in layers.items()}
+        rules = [rule for rule in found.values() if rule is not None]
+    else:
+        found = _rule(_with_outer_original(inner or row.get("rope_parameters", {}), config), config, row)
+        rules = [found]
+    _check_read(config, row, rules)
+    return found
 
 
 def _as_mapping(config: Any) -> Config:
     wanted = "config must be a dictionary, or an object with to_dict() such as transformers' PretrainedConfig"
     check(hasattr(config, "to_dict") and not isinstance(config, type), f"{wanted}, found {type(config).__name__}")
     found = config.to_dict()
-    check(isinstance(found, Mapping), f"{wanted}, found {type(config).__name__} whose to_dict() gives {found!r}")
+    check(isinstance(found, Mapping), f"{wanted}, found {type(config).__name__} whose to_dict() gives {shown(found)}")
     return found
+
+
+# --- what the model type implies --------------------------------------------------------------------------------------
+
+
+def _row(config: Config, inner: Config) -> Config:
+    """The row of the model type. Raises ValueError for a type without rope, and for one whose base nothing says."""
+    for key in config:
+        near = () if key in _KEYS else get_close_matches(str(key), _KEYS, n=1, cutoff=0.85)
+        check(not near, f"unknown key {shown(key)}; did you mean {near[0] if near else None!r}?")
+    name = str(config.get("model_type"))
+    says_base = bool(inner) or any(config.get(key) is not None for key in (*_BASES, *_LAYER_BASES))
+    check(
+        name in MODEL_TYPES or says_base or not config.get("text_config"),
+        "config has no rope settings of its own: pass config['text_config'], or config.text_config of an object",
+    )
+    check(name not in NO_ROTARY, f"model_type {name!r} has no rotary positions, so no frequency rule describes it")
+    check(name not in UNREADABLE, f"model_type {name!r} has a rope that no frequency rule has: {UNREADABLE.get(name)}")
+    if name not in MODEL_TYPES:
+        return _unknown_row(config, inner)
+    row = MODEL_TYPES[name]
+    for key, (value, default) in row.get("switch", {}).items():
+        found = config.get(key, default)
+        check(found == value, f"{key} {shown(found)}: {name!r} has no rotary positions then, only with {value!r}")
+    return row
+
+
+def _unknown_row(config: Config, inner: Config) -> Config:
+    """The row of a type that is not in the table, which must say its base itself."""
+    for key, like in (("rope_local_base_freq", "gemma3_text"), ("local_rope_theta", "modernbert")):
+        if key in config and not _is_nested(inner):
+            return _UNKNOWN | {name: MODEL_TYPES[like][name] for name in ("bases", "scaled", "rope_parameters")}
+    name = config.get("model_type")
+    what = "config says nothing of rope" if name is None else f"model_type {shown(name)} is not known"
+    says_base = any(key in one for one in (inner, config) for key in _BASES) or _is_nested(inner)
+    check(
+        says_base or (bool(inner) and name is None),
+        f"{what}: give its base as rope_theta, or in rope_parameters, such as {{'rope_type': 'default', 'rope_theta': "
+        "1e4}",
+    )
+    return _UNKNOWN
+
+
+def _reads(row: Config, key: str) -> bool:
+    """Whether a type reads a key of the outer configuration."""
+    if row is _UNKNOWN or key in row.get("unread", ()):
+        return row is _UNKNOWN
+    if key in _SHARES:
+        return key in row or (key == "partial_rotary_factor" and not any(other in row for other in _SHARES))
+    if _is_nested(row.get("rope_parameters", {})):
+        return key in row.get("bases", {}).values()
+    return key == ("rotary_emb_base" if "rotary_emb_base" in row else "rope_theta")
+
+
+def _check_read(config: Config, row: Config, rules: list[FrequencyRule]) -> None:
+    """Raises ValueError for settings that other types read and this one does not, unless the rules have the same."""
+    name = config.get("model_type")
+    unread = "rope_parameters" in row.get("unread", ()) and any(config.get(key) for key in _SETTINGS)
+    check(not unread, f"rope_parameters: transformers does not read them for {name!r}; leave them out")
+    partial = any(key in row for key in _SHARES)
+    for key, field, group in (
+        ("rope_theta", "base", _BASES),
+        ("partial_rotary_factor", None, _SHARES if partial else ()),
+    ):
+        value, read = config.get(key), [other for other in group if _reads(row, other)]
+        if value is None or not group or key in read:
+            continue
+        effects = sorted({getattr(rule, field or key) for rule in rules})
+        check(
+            effects == [value],
+            f"{key} {shown(value)}: transformers reads {(read or ['rope_parameters'])[0]} for {name}, which gives "
+            f"{shown(effects)} here; write it there if that is intended",
+        )
+    bases = config.get("layer_rope_theta")
+    for base in bases if isinstance(bases, list | tuple) else ():
+        check(base in (0, *(rule.base for rule in rules)), f"layer_rope_theta {shown(base)}: layers of several bases")
+
+
+# --- settings by layer type -------------------------------------------------------------------------------------------
 
 
 def _is_nested(parameters: Config) -> bool:
@@ -127,20 +199,30 @@ def _is_nested(parameters: Config) -> bool:
     return all(nested)
 
 
-def _two_bases(config: Config) -> Config | None:
-    """Settings by layer type of transformers 4 models that have a second base, for sliding layers, in the config."""
-    model = config.get("model_type", "")
-    scaling = config.get("rope_scaling") or {}
-    if config.get("rope_parameters"):
-        return None
-    if "rope_local_base_freq" in config or model == "gemma3_text":
-        full = {**scaling, "rope_theta": config.get("rope_theta", 1e6)}
-        return {"full_attention": full, "sliding_attention": {"rope_theta": config.get("rope_local_base_freq", 1e4)}}
-    if "local_rope_theta" in config or model in ("modernbert", "modernbert-decoder"):
-        full = {**scaling, "rope_theta": config.get("global_rope_theta", 1.6e5)}
-        sliding = {**scaling, "rope_theta": config.get("local_rope_theta", 1e4)}
-        return {"full_attention": full, "sliding_attention": sliding}
-    return None
+def _layers(config: Config, row: Config) -> dict[str, Config | None]:
+    """The settings of every layer type. A ``rope_scaling`` for the whole model is for the type's scaled layers."""
+    implied, bases, scaled = (row.get(key, {}) for key in ("rope_parameters", "bases", "scaled"))
+    given, flat = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if _is_nested(flat):
+        given, flat = flat, {}
+    name = str(config.get("model_type"))[:100]
+    check(
+        row is _UNKNOWN or _is_nested(implied),
+        f"rope_parameters {shown(given)}: {name} has one rule for all layers; give only that rule",
+    )
+    wanted = f"{name} has separate rope_parameters for the layer types {', '.join(implied)}; give them by layer type"
+    check(not given or _is_nested(given), f"rope_parameters {shown(given)}: {wanted}")
+    check(not flat or bool(scaled), f"rope_scaling {shown(flat)}: {wanted}")
+    found = dict(given or implied)
+    for layer, key in bases.items():
+        base = config[key] if key in config else implied[layer]["rope_theta"]
+        found[layer] = {**implied[layer], "rope_theta": base, **(given.get(layer) or {})}
+    for layer, more in scaled.items() if flat else ():
+        found[layer] = {**(found.get(layer) or {}), **(more if _rope_type(flat, config) == "yarn" else {}), **flat}
+    return found
+
+
+# --- one rule ---------------------------------------------------------------------------------------------------------
 
 
 def _with_outer_original(parameters: Config, config: Config) -> Config:
@@ -151,12 +233,12 @@ def _with_outer_original(parameters: Config, config: Config) -> Config:
     return {**parameters, "original_max_position_embeddings": original}
 
 
-def _named_rule(name: str, parameters: Config, config: Config) -> FrequencyRule:
+def _named_rule(name: str, parameters: Config, config: Config, row: Config) -> FrequencyRule:
     """The rule of one layer type; an error names the layer type."""
     try:
-        return _rule(parameters, config, name)
+        return _rule(parameters, config, row, name)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{str(name)[:100]}: {error}") from None
 
 
 def _rope_type(parameters: Config, config: Config) -> str:
@@ -169,10 +251,30 @@ def _rope_type(parameters: Config, config: Config) -> str:
     return name
 
 
-def _rule(parameters: Config, config: Config, layer_type: str | None = None) -> FrequencyRule:
+def _rule(parameters: Config, config: Config, row: Config, layer: str | None = None) -> FrequencyRule:
     """The rule of one flat dictionary."""
     name = _rope_type(parameters, config)
     cls = _RULES[name]
+    options = _options(name, cls, parameters, config)
+    size, width = _head_dim(config, row, layer), _rotated_channels(config, row)
+    share = _share(parameters, config, row, size)
+    check_number("partial_rotary_factor", share)
+    if width:
+        check_count("qk_rope_head_dim", width)
+        _check_same_width(width, share, size, config)
+        size, share = width, 1.0
+    partial = cls is Proportional or row is _UNKNOWN or any(key in row for key in _SHARES)
+    model = config.get("model_type")
+    check(
+        partial or share == 1,
+        f"partial_rotary_factor must be 1 for {model}, which rotates whole heads; found {shown(share)}",
+    )
+    rule = cls(base=_base(parameters, config, row, layer), head_dim=size, partial_rotary_factor=share, **options)
+    return rule if row is _UNKNOWN or "scales_softmax" in row else _without_softmax_scale(rule)
+
+
+def _options(name: str, cls: type[FrequencyRule], parameters: Config, config: Config) -> dict[str, Any]:
+    """The fields of a rule besides base, head size and share."""
     known = (*_SHARED, *cls.hf_keys.values(), *_IGNORED)
     for key in parameters:
         check_choice(f"rope_type {name!r}: key", key, known)
@@ -182,18 +284,11 @@ def _rule(parameters: Config, config: Config, layer_type: str | None = None) -> 
     if "factor" in cls.hf_keys.values() and "factor" not in given and (name == "longrope" or "factor" in parameters):
         given |= _implied_factor(given, config)
     for key in _REQUIRED.get(name, ()):
-        check(key in given, f"rope_type {name!r} needs the key {key!r}, found {sorted(parameters)}")
-    options = {field: given[key] for field, key in cls.hf_keys.items() if key in given}
-    rule = cls(
-        base=_base(parameters, config),
-        partial_rotary_factor=_partial_rotary_factor(given, config),
-        head_dim=_head_dim(config, layer_type),
-        **options,
-    )
-    return without_softmax_scale(rule) if config.get("model_type") in _NO_SOFTMAX_SCALE else rule
+        check(key in given, f"rope_type {name!r} needs the key {key!r}, found {shown(sorted(parameters))}")
+    return {field: given[key] for field, key in cls.hf_keys.items() if key in given}
 
 
-def without_softmax_scale(rule: FrequencyRule) -> FrequencyRule:
+def _without_softmax_scale(rule: FrequencyRule) -> FrequencyRule:
     """The rule with DeepSeek's mscales used only as their ratio, on cos and sin, and not on the logits."""
     if rule.softmax_scale == 1:
         return rule
@@ -210,7 +305,8 @@ def _original_length(name: str, given: Config, config: Config) -> int:
     )
     check(
         name != "dynamic" or outer in (None, found),
-        f"rope_type 'dynamic': original_max_position_embeddings {found} contradicts max_position_embeddings {outer}",
+        f"rope_type 'dynamic': original_max_position_embeddings {shown(found)} contradicts max_position_embeddings "
+        f"{shown(outer)}",
     )
     return found
 
@@ -220,40 +316,74 @@ def _implied_factor(given: Config, config: Config) -> Config:
     new, original = config.get("max_position_embeddings"), given.get("original_max_position_embeddings")
     if new is None or original is None:
         return {}
+    check_counts(max_position_embeddings=new, original_max_position_embeddings=original)
     return {"factor": new / original}
 
 
-def _base(parameters: Config, config: Config) -> float:
+def _base(parameters: Config, config: Config, row: Config, layer: str | None) -> float:
     """The base, from the first place that has it; a None there is an error."""
-    for source, key in ((parameters, "rope_theta"), (config, "rope_theta"), (config, "rotary_emb_base")):
-        if key in source:
-            check(source[key] is not None, f"{key} is None: give the base, such as 10000.0")
-            return source[key]
-    return _DEFAULT_BASE.get(config.get("model_type"), 10_000.0)
+    for source, keys in ((parameters, ("rope_theta",)), (config, [key for key in _BASES if _reads(row, key)])):
+        for key in keys:
+            if key in source:
+                check(source[key] is not None, f"{key} is None: give the base, such as 10000.0")
+                return source[key]
+    implied = config.get("model_type") is None if row is _UNKNOWN else layer is None
+    check(implied, "rope_theta is missing: give the base, which the model type does not imply here")
+    return next((row[key] for key in _BASES if row.get(key)), 10_000.0)
 
 
-def _partial_rotary_factor(given: Config, config: Config) -> float:
-    """The rotated share of a head, from the first place that has it."""
-    for source, key in ((given, "partial_rotary_factor"), (config, "partial_rotary_factor"), (config, "rotary_pct")):
-        if source.get(key) is not None:
-            return source[key]
-    if config.get("rotary_dim") is not None:
-        head_dim = _head_dim(config, None)
-        check(head_dim is not None, "rotary_dim needs the head size: give n_embd and n_head")
-        return config["rotary_dim"] / head_dim
-    return 0.25 if config.get("model_type") == "gpt_neox" else 1.0
+def _share(parameters: Config, config: Config, row: Config, size: int | None) -> float:
+    """The rotated share of a head, from the first place that has it; None is an error unless it is 1 by default."""
+    default = next((row[key] for key in _SHARES if row.get(key) is not None), 1.0)
+    outer = tuple(key for key in _SHARES if _reads(row, key))
+    for source, keys in ((parameters, ("partial_rotary_factor",)), (config, outer), (row, ("rotary_dim",))):
+        for key in keys:
+            if source.get(key) is not None:
+                return _share_of(source[key], size) if key == "rotary_dim" else source[key]
+            check(key not in source or default == 1, f"{key} is None: give the value, such as {default}")
+    return default
 
 
-def _head_dim(config: Config, layer_type: str | None) -> int | None:
-    """The size that rope uses: the rotary part of a latent-attention head, else the head's, else model size / heads."""
+def _share_of(width: int, size: int | None) -> float:
+    """The share of a number of channels."""
+    check(size is not None, "rotary_dim needs the head size: give n_embd and n_head")
+    whole = isinstance(width, int) and not isinstance(width, bool)
+    check(whole and 0 < width <= size, f"rotary_dim must be a whole number from 1 to {size}, found {shown(width)}")
+    return width / size
+
+
+def _rotated_channels(config: Config, row: Config) -> int | None:
+    """The rotated channels of a latent-attention head, whose other channels have no position."""
+    key = "qk_rope_head_dim"
+    return (config.get(key) or row.get(key)) if row is _UNKNOWN or key in row else None
+
+
+def _check_same_width(width: int, share: float, size: int | None, config: Config) -> None:
+    """Raises ValueError unless a share of the whole latent-attention head is its number of rotated channels."""
+    rest = config.get("qk_nope_head_dim")
+    whole = size if rest is None else rest + width
+    check(
+        share == 1 or whole in (None, width) or int(whole * share) == width,
+        f"partial_rotary_factor {shown(share)} of {shown(whole)} channels contradicts qk_rope_head_dim {shown(width)}",
+    )
+
+
+def _head_dim(config: Config, row: Config, layer: str | None) -> int | None:
+    """The size of a head: written, or the model type's, else model size / heads. None if nothing says it."""
     if config.get("per_layer_config"):
         return None
-    if layer_type == "full_attention" and config.get("global_head_dim") is not None:
-        return config["global_head_dim"]
-    for key in ("qk_rope_head_dim", "head_dim"):
-        if config.get(key):
-            return config[key]
-    for size, heads in (("hidden_size", "num_attention_heads"), ("n_embd", "n_head")):
+    names = row.get("names", {})
+    if layer == "full_attention" and (found := config.get("global_head_dim") or row.get("global_head_dim")):
+        return found
+    key = names.get("head_dim", "head_dim")
+    if found := config.get(key) or config.get("head_dim"):
+        return found
+    if key not in config and key in row:
+        check(row[key] is not None, f"{key} is missing: give the size of a head")
+        return row[key]
+    named = (names.get("hidden_size", "hidden_size"), names.get("num_attention_heads", "num_attention_heads"))
+    for size, heads in (named, ("hidden_size", "num_attention_heads"), ("n_embd", "n_head")):
         if config.get(size) and config.get(heads):
+            check_counts(**{size: config[size], heads: config[heads]})
             return config[size] // config[heads]
     return None

@@ -5,6 +5,7 @@ A rule is a frozen, hashable dataclass, so that it can be a static argument of `
 in float64, and its angles are exact: within 5e-7 of float64 at any int32 position.
 """
 
+import math
 import numbers
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -37,7 +38,8 @@ class FrequencyRule:
 
     base: b of theta_t = b^(-2t/w).
     head_dim: d, the size of a head; may be passed to ``at_length(head_dim=...)`` instead.
-    partial_rotary_factor: the share of the head that is rotated, w = int(d * factor), as GPT-NeoX counts it.
+    partial_rotary_factor: the share of the head that is rotated, w = int(d * factor), as GPT-NeoX counts it. For a
+        width that is known, the share is w / d.
     """
 
     base: float = 10_000.0
@@ -76,9 +78,14 @@ class FrequencyRule:
         return size
 
     def rotary_dim(self, head_dim: int | None = None) -> int:
-        """w, how many features of a head are rotated: int(head_dim * partial_rotary_factor), which must be even."""
+        """w, how many features of a head are rotated: int(head_dim * partial_rotary_factor), which must be even.
+
+        If only rounding keeps the product below an even number, w is that number: 88 * (60 / 88) is 59.99999999999999.
+        """
         size = self._head_dim(head_dim)
         width = int(size * self.partial_rotary_factor)
+        if width % 2 and math.isclose(size * self.partial_rotary_factor, width + 1, rel_tol=1e-15):
+            width += 1
         named = f"rotary width int({size} * {self.partial_rotary_factor}) of head_dim={size}"
         check_even(named if self.partial_rotary_factor != 1 else "head_dim", width)
         return width
@@ -153,12 +160,18 @@ class FrequencyRule:
         check(self.hf_type is not None, f"to_hf: Hugging Face has no rope_type for {type(self).__name__}")
         values = {"rope_type": self.hf_type, "rope_theta": self.base}
         if self.partial_rotary_factor != 1:
-            values["partial_rotary_factor"] = self.partial_rotary_factor
+            values["partial_rotary_factor"] = self._written_share()
         for name, key in self.hf_keys.items():
             value = getattr(self, name)
             if value is not None:
                 values[key] = list(value) if isinstance(value, tuple) else value
         return values
+
+    def _written_share(self) -> float:
+        """The share, the next float if int(head_dim * share) is below the rotary width, as others compute it."""
+        share = self.partial_rotary_factor
+        short = self.head_dim is not None and int(self.head_dim * share) < self.rotary_dim() < self.head_dim
+        return math.nextafter(share, 1) if short else share
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from posjax._checks import check, check_choice, check_positive, shown
+from posjax._checks import check, check_choice, check_flags, check_positive, shown
 from posjax._numbers import level
 from posjax.rotary.rules import FrequencyRule, OfFactor, check_number
 from posjax.rotary.tables import RotaryTable, rotary_table
@@ -106,6 +106,7 @@ class NTKByParts(OfFactor):
     def __post_init__(self):
         super().__post_init__()
         check_number("original_length", self.original_length, at_least=1)
+        check_flags(self)
         check_number("beta_slow", self.beta_slow)
         check_number("beta_fast", self.beta_fast)
         check(

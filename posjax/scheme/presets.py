@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, Literal, overload
 
 from posjax import bias, coca, linear, masks, norms, pope, remap, rotary, scales, sinks, training_positions
-from posjax._checks import check, check_count, check_counts
+from posjax._checks import check, check_count, check_counts, check_flag
 from posjax.scheme.choices import SLOT_NAMES
 from posjax.scheme.layers import Layers, check_layers
 from posjax.scheme.registry import SLOTS, build, check_known, slots_with
@@ -191,6 +191,7 @@ def _llama4(
         qk_norm: whether the layers with RoPE have a QK-norm.
     """
     check_count("original_length", original_length)
+    check_flag("qk_norm", qk_norm)
     rule = rotary.Plain(base) if factor == 1 else rotary.Llama3(factor, original_length, 1.0, 1.0, base=base)
     local = Scheme(
         norm=norms.QKNorm(gain=False, eps=1e-5) if qk_norm else None,

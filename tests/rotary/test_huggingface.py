@@ -158,6 +158,51 @@ def test_precedence_of_the_base():
     ) == Plain(1.5, partial_rotary_factor=0.5)
 
 
+MLA = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "head_dim": 128}
+OLMO3 = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+         "attention_factor": 1.2079441541679836}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "glm", "head_dim": 128, "rope_theta": 1e4}, Plain(head_dim=128, partial_rotary_factor=0.5)),
+        ({"model_type": "stablelm", "hidden_size": 64, "num_attention_heads": 1},
+         Plain(head_dim=64, partial_rotary_factor=0.25)),
+        ({"model_type": "cohere"}, Plain(5e5)),
+        ({"model_type": "gpt_oss"}, YaRN(32.0, 4096, truncate=False, base=1.5e5, head_dim=64)),
+        ({"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16}, Plain(head_dim=128)),
+        ({"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "head_dim": None}, Plain(head_dim=64)),
+        ({"model_type": "mistral4", **MLA, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+         Plain(head_dim=64)),
+        ({"model_type": "my_latent", **MLA, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+         Plain(head_dim=64)),
+        ({"model_type": "my_own", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+         Plain(5e5, partial_rotary_factor=0.5)),
+        ({"model_type": "falcon", "alibi": False, "hidden_size": 64, "num_attention_heads": 1}, Plain(head_dim=64)),
+        ({"model_type": "gemma4_text"}, {"full_attention": Proportional(0.25, base=1e6, head_dim=512),
+                                         "sliding_attention": Plain(head_dim=256)}),
+        ({"model_type": "olmo3", "head_dim": 128, "rope_theta": 5e5, "rope_scaling": OLMO3},
+         {"full_attention": YaRN(8.0, 8192, base=5e5, head_dim=128, attention_factor=1.2079441541679836),
+          "sliding_attention": Plain(5e5, head_dim=128)}),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_the_model_type_says_what_the_configuration_leaves_out(config, expected):
+    """The values of these types are those of their configurations in transformers."""
+    assert from_hf(config) == expected
+    assert from_hf(dict(reversed(config.items()))) == expected
+
+
+def test_attn_factor_is_not_read():
+    """The config of DeepSeek-R1-0528-Qwen3-8B: transformers does not know the key, so the factor is 0.1 ln 4 + 1."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+            "attn_factor": 0.8782488562869419}  # fmt: skip
+    rule = from_hf({"model_type": "qwen3", "head_dim": 128, "rope_theta": 1e6, "rope_scaling": yarn})
+    assert rule == YaRN(4.0, 32768, base=1e6, head_dim=128)
+    np.testing.assert_allclose(rule.table_factor, 1.1386294361119891, rtol=1e-15)
+
+
 def test_explicit_factor_wins_over_the_lengths():
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
     config = {"max_position_embeddings": 128}
@@ -223,6 +268,29 @@ def test_rules_without_a_type_round_trip_in_value():
         ({"model_type": "gptj", "rotary_dim": 64}, "rotary_dim needs the head size"),
         ({**MODEL, "rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}},
          "original_max_position_embeddings 8 contradicts max_position_embeddings 4096"),
+        ({}, "config says nothing of rope: give its base"),
+        ({"hidden_size": 64, "num_attention_heads": 4}, "config says nothing of rope: give its base"),
+        ({"model_type": "my_own", "hidden_size": 64}, "'my_own' is not known: give its base"),
+        ({"model_type": "my_own", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'my_own' is not known: give"),
+        ({**MODEL, "rope_thetta": 5e5}, "unknown key 'rope_thetta'; did you mean 'rope_theta'"),
+        ({**MODEL, "rope_scalling": {"type": "linear", "factor": 2.0}}, "did you mean 'rope_scaling'"),
+        ({"model_type": "gpt2", "n_embd": 64, "n_head": 4}, "'gpt2' has no rotary positions"),
+        ({"model_type": "bloom", "rope_theta": 1e4}, "'bloom' has no rotary positions"),
+        ({"model_type": "falcon", "alibi": True}, "alibi True: 'falcon' has no rotary positions then"),
+        ({"model_type": "granitemoehybrid"}, "position_embedding_type None: .* only with 'rope'"),
+        ({"model_type": "efficientloftr", "rope_theta": 1e4}, "positions have two axes"),
+        ({**MODEL, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 for llama, which rot"),
+        ({**MODEL, "rope_parameters": {"partial_rotary_factor": 0.5}}, "must be 1 for llama, .*; found 0.5"),
+        ({"model_type": "bamba", "partial_rotary_factor": 1.0}, "1.0: transformers reads rope_parameters for bamba"),
+        ({"model_type": "gpt_neox", "rope_theta": 5e5}, "rope_theta 500000.0: transformers reads rotary_emb_base"),
+        ({"model_type": "olmo3", "rope_parameters": OLMO3}, "olmo3 has separate rope_parameters for the layer types"),
+        ({"model_type": "llama", "rope_parameters": {"a": {"rope_theta": 1e4}}}, "llama has one rule for all layers"),
+        ({"model_type": "laguna", "rope_parameters": {"a": {"rope_type": "default"}}}, "a: rope_theta is missing"),
+        ({"model_type": "my_own", "rope_parameters": {"a": {"rope_type": "default"}}}, "a: rope_theta is missing"),
+        ({"model_type": "glm", "head_dim": 128, "partial_rotary_factor": None}, "partial_rotary_factor is None"),
+        ({"model_type": "deepseek_v3", **MLA, "partial_rotary_factor": 0.25}, "contradicts qk_rope_head_dim 64"),
+        ({"model_type": "zamba2", "use_mem_rope": True, "hidden_size": 64, "num_attention_heads": 1},
+         "attention_head_dim is missing"),
     ],
 )  # fmt: skip
 def test_bad_configurations_are_refused(config, message):
@@ -260,3 +328,29 @@ def test_a_config_object_is_read_by_its_dictionary():
 def test_values_that_are_not_configurations_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         from_hf(config)
+
+
+LONG = "x" * 3000
+MLA_MODEL = {"model_type": "deepseek_v3", **MLA}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def refusal(config):
+    """The message with which a configuration is refused, empty if it is read."""
+    try:
+        from_hf(config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("key", [*MODEL, *YARN, "rope_parameters", "rope_scaling", "partial_rotary_factor", LONG])
+@pytest.mark.parametrize("value", [LONG, {LONG: 3}, {LONG: {LONG: LONG}}, [LONG]], ids=("text", "key", "layer", "list"))
+def test_a_message_does_not_repeat_a_long_value(key, value):
+    configs = (
+        {**MODEL, "rope_parameters": YARN | {key: value}},
+        {**MODEL, key: value},
+        {"rope_theta": 1e4, key: value},
+    )
+    for config in (*configs, {"model_type": "gemma3_text", "rope_scaling": {key: value}}, {**MLA_MODEL, key: value}):
+        assert len(refusal(config)) < 500

@@ -34,6 +34,26 @@ def test_partial_rotary_counts_exponents_over_the_rotary_width(head_dim, share, 
     )
 
 
+def test_a_share_that_is_a_quotient_gives_its_number_of_channels():
+    """Every even width w of every even head d up to 512 from the share w / d, also as others read what to_hf writes."""
+    pairs = [(size, width) for size in range(2, 513, 2) for width in range(2, size + 1, 2)]
+    rounded = [(size, width) for size, width in pairs if int(size * (width / size)) < width]
+    assert len(rounded) == 1087
+    assert [
+        pair
+        for pair in pairs
+        if Plain(head_dim=pair[0], partial_rotary_factor=pair[1] / pair[0]).rotary_dim() != pair[1]
+    ] == []
+    for size, width in rounded:
+        rule = rotary.from_hf({"model_type": "gptj", "n_embd": size, "n_head": 1, "rotary_dim": width})
+        assert rule.rotary_dim() == width
+        written = rule.to_hf()
+        assert int(size * written["partial_rotary_factor"]) == width
+        again = rotary.from_hf({"head_dim": size, "rope_parameters": written})
+        assert again.rotary_dim() == width
+        np.testing.assert_array_equal(again.at_length()[0], rule.at_length()[0])
+
+
 @pytest.mark.parametrize(("share", "turning"), [(0.25, 64), (0.75, 192), (0.3, 76), (1.0, 256), (0.0, 0)])
 def test_proportional_counts_exponents_over_the_full_head(share, turning):
     """Gemma 4's global layers: head 512, factor 0.25, so 64 of 256 pairs turn."""

@@ -12,8 +12,7 @@ from posjax._slots import is_own_class
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm
-from posjax.rotary import FrequencyRule, Plain, Proportional, Rotary
-from posjax.rotary.huggingface import without_softmax_scale
+from posjax.rotary import FrequencyRule, Plain, Rotary
 from posjax.scheme import Layers, Scheme, uniform
 
 Values = Mapping[str, Any]
@@ -135,35 +134,15 @@ def layer_types(values: Values, period: Sequence[str] = (FULL,)) -> list[str]:
     return types
 
 
-_ROPE_KEYS = ("model_type", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
-_ROPE_KEYS += ("original_max_position_embeddings",)
-
-
-def rope_rule(values: Values, *, partial: bool = False) -> FrequencyRule:
-    """The frequency rule of all layers, without a head size.
-
-    As in transformers, ``rope_scaling`` wins over ``rope_parameters``. Only a few families rotate part of the head;
-    they pass ``partial``.
-
-    Raises:
-        ValueError: for rules by layer type, and for partial rotation in another family.
-    """
-    inner = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    rule = _from_hf({key: values[key] for key in _ROPE_KEYS if key in values} | {"rope_parameters": inner})
-    name, one = values["model_type"], isinstance(rule, FrequencyRule)
-    check(one, f"config.json: rope_parameters {shown(inner)}: {name} has one rule for all layers; give only that rule")
-    share = 1 if partial or isinstance(rule, Proportional) else rule.partial_rotary_factor
-    check(
-        share == 1, f"config.json: partial_rotary_factor must be 1 for {name}, which rotates whole heads; found {share}"
-    )
-    return without_softmax_scale(rule)
-
-
-def _from_hf(values: Values) -> Any:
+def rope_rule(values: Values) -> Any:
+    """The frequency rule of all layers, or ``{layer_type: rule}``, as ``from_hf`` reads it, without a head size."""
     try:
-        return rotary.from_hf(values)
+        found = rotary.from_hf(values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"config.json: rope_parameters: {error}") from None
+    if isinstance(found, FrequencyRule):
+        return dataclasses.replace(found, head_dim=None)
+    return {kind: rule and dataclasses.replace(rule, head_dim=None) for kind, rule in found.items()}
 
 
 def window_size(values: Values) -> int:
@@ -182,7 +161,8 @@ def rope_scheme(values: Values, rule: FrequencyRule | None, kind: str, pairing: 
 
 def rope_schemes(values: Values, types: Sequence[str], rules: Mapping | None = None, **slots: Any) -> Scheme | Layers:
     """Every layer's scheme, from one rule for all layers or a rule for each layer type."""
-    rules = rules or dict.fromkeys((FULL, SLIDING), rope_rule(values))
+    rules = rules or rope_rule(values)
+    rules = rules if isinstance(rules, Mapping) else dict.fromkeys((FULL, SLIDING), rules)
     return of_layers([rope_scheme(values, rules[kind], kind, **slots) for kind in types])
 
 

@@ -109,7 +109,7 @@ class TensorFolder:
         file_of = {name: str(file) for name, file in file_of.items()}
         wanted = sorted(set(file_of.values()))
         lost = [name for name in wanted if name not in names]
-        check(not lost, f"{self._root}: {INDEX} names {lost[0] if lost else None!r}, which does not exist")
+        check(not lost, f"{self._root}: {INDEX} names {shown(lost[0] if lost else None)}, which does not exist")
         return wanted, file_of
 
     def _merged(self, headers: Sequence[Mapping[str, Entry]], file_of: Mapping[str, str]) -> dict[str, Entry]:
@@ -179,7 +179,7 @@ def _is_whole(fields: Any) -> bool:
 def _entry(name: str, fields: Mapping[str, Any], file: str, base: int, total: int, path: str) -> Entry:
     check(_is_whole(fields), f"{path} is broken: its header has {shown(fields)} for tensor {name!r}")
     known = fields["dtype"] in _DTYPES
-    check(known, f"tensor {name!r} in {path} has dtype {fields['dtype']}; {', '.join(_DTYPES)} can be read")
+    check(known, f"tensor {name!r} in {path} has dtype {shown(fields['dtype'])}; {', '.join(_DTYPES)} can be read")
     start, end = fields["data_offsets"]
     dtype, shape = np.dtype(_DTYPES[fields["dtype"]]), tuple(fields["shape"])
     check(base + end <= total, f"{path} is cut short: tensor {name!r} ends after the end of the file")

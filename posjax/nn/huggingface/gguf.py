@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from posjax._checks import POINTER, check, check_choice, check_no_pointer
+from posjax._checks import POINTER, check, check_choice, check_no_pointer, shown
 from posjax.nn.huggingface.files import Entry
 from posjax.nn.huggingface.gguf_tokenizer import tokenizer_files
 
@@ -58,7 +58,7 @@ class GGUF:
         self._reader = _reader(path)
         self._fields = self._reader.fields
         found = self._get("general.architecture")
-        check(found == "llama", f"{path} is a GGUF of the architecture {found!r}; only llama can be read")
+        check(found == "llama", f"{path} is a GGUF of the architecture {shown(found)}; only llama can be read")
         check(not self._get("llama.expert_count"), f"{path} is a mixture of experts, which Decoder does not have")
         self._tensors = {self._name(tensor.name): tensor for tensor in self._reader.tensors}
         check(
@@ -87,7 +87,10 @@ class GGUF:
         found = {theirs: self._get(f"llama.{ours}") for ours, theirs in _KEYS.items()}
         found = {key: _shortest(value) for key, value in found.items() if value is not None}
         rotated, size = self._get("llama.rope.dimension_count"), self._head_dim
-        check(rotated in (None, size), f"llama.rope.dimension_count must be the head's size, {size}, found {rotated}")
+        check(
+            rotated in (None, size),
+            f"llama.rope.dimension_count must be the head's size, {size}, found {shown(rotated)}",
+        )
         names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
         ids = {theirs: self._get(f"tokenizer.ggml.{ours}") for ours, theirs in names.items()}
         return {

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from posjax import absolute, bias, rotary
+from posjax import absolute, bias
 from posjax._checks import check, shown
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
@@ -17,7 +17,7 @@ from posjax.nn.huggingface.family import (
 )
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm, Residual
-from posjax.rotary import FrequencyRule, Rotary
+from posjax.rotary import Rotary
 from posjax.scheme import Scheme
 
 EQUAL = ("q", "heads"), ("k", "heads"), ("v", "heads")
@@ -146,17 +146,9 @@ def _gptj_tensors(config: DecoderConfig) -> dict[str, View]:
     return found | norm("block/attention_norm", f"{_H}ln_1") | norm("norm", "transformer.ln_f")
 
 
-def _gptj_scheme(values: Values) -> Scheme:
-    size, width = values["n_embd"] // values["n_head"], values["rotary_dim"]
-    fits = type(width) is int and 0 < width <= size
-    check(fits, f"config.json: rotary_dim must be a whole number from 1 to {size}, a head's size, found {shown(width)}")
-    return Scheme(features=Rotary(rotary.Plain(partial_rotary_factor=width / size), pairing="interleaved"))
-
-
 def _gptj_values(config: DecoderConfig) -> dict[str, int]:
     rule = rule_of(config)
-    share = 1.0 if rule is None else rule.partial_rotary_factor
-    return {"rotary_dim": round(share * config.head_dim)}
+    return {"rotary_dim": config.head_dim if rule is None else rule.rotary_dim()}
 
 
 GPTJ = Family(
@@ -166,7 +158,7 @@ GPTJ = Family(
     lambda values: {
         "biases": ("mlp", "head"),
         "residual": Residual(parallel=True, shared_norm=True),
-        "scheme": _gptj_scheme(values),
+        "scheme": Scheme(features=Rotary(rope_rule(values), pairing="interleaved")),
     },
     _gptj_values,
     _gptj_tensors,
@@ -212,7 +204,7 @@ GPT_NEOX = Family(
     lambda values: {
         "biases": _neox_biases(values),
         "residual": Residual(parallel=values["use_parallel_residual"]),
-        "scheme": Scheme(features=Rotary(_neox_rule(values))),
+        "scheme": Scheme(features=Rotary(rope_rule(values))),
     },
     lambda config: (
         {"attention_bias": "qkv" in config.biases, "use_parallel_residual": config.residual.parallel}
@@ -240,22 +232,6 @@ GPT_NEOX = Family(
 )
 
 
-def _neox_rule(values: Values) -> FrequencyRule:
-    """The frequency rule. transformers reads its base and its rotated part from keys that only this family has.
-
-    Raises:
-        ValueError: for ``rope_theta`` or ``partial_rotary_factor`` that contradict those keys.
-    """
-    parameters = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    used = {key: parameters.get(key, values[name]) for key, name in names.items()}
-    for key, name in names.items():
-        found = values.get(key, used[key])
-        why = f"config.json: {key} {found!r}: transformers reads {name} for gpt_neox, which is {used[key]!r} here"
-        check(found == used[key], f"{why}; set it to {found!r} if that is intended")
-    return rope_rule({**values, "rope_scaling": None, "rope_parameters": {**parameters, **used}}, partial=True)
-
-
 def _neox_rope_values(config: DecoderConfig) -> dict[str, Any]:
     """The keys of the rule.
 
@@ -264,9 +240,9 @@ def _neox_rope_values(config: DecoderConfig) -> dict[str, Any]:
     found, rule = rope_values(config), rule_of(config)
     if rule is None:
         return found
-    older = {"rotary_pct": rule.partial_rotary_factor, "rotary_emb_base": found["rope_theta"]}
-    parameters = found["rope_parameters"] | {"partial_rotary_factor": rule.partial_rotary_factor}
-    return found | older | {"rope_parameters": parameters}
+    share = found["rope_parameters"].get("partial_rotary_factor", 1.0)
+    older = {"rotary_pct": share, "rotary_emb_base": found["rope_theta"]}
+    return found | older | {"rope_parameters": found["rope_parameters"] | {"partial_rotary_factor": share}}
 
 
 # --- BLOOM ------------------------------------------------------------------------------------------------------------
@@ -336,10 +312,8 @@ def _mpt(values: Values) -> dict[str, Any]:
     attention = values.get("attn_config") or {}
     for key, fits in _MPT_ATTENTION.items():
         found = attention.get(key, fits[0])
-        why = (
-            f"config.json: attn_config.{key} {found!r} is an option that Decoder does not have; {fits[0]!r} would work"
-        )
-        check(found in fits, why)
+        why = f"attn_config.{key} {shown(found)} is an option that Decoder does not have; {fits[0]!r} would work"
+        check(found in fits, f"config.json: {why}")
     return {
         "query_scale": attention.get("softmax_scale"),
         "activation": "gelu-exact",
@@ -405,7 +379,7 @@ def _falcon(values: Values) -> dict[str, Any]:
     norms = values.get("num_ln_in_parallel_attn") or (2 if new else 1)
     check(
         norms in ((1, 2) if new else (1,)),
-        f"config.json: num_ln_in_parallel_attn {norms!r} is an option that Decoder does not have; 1 would work",
+        f"config.json: num_ln_in_parallel_attn {shown(norms)} is an option that Decoder does not have; 1 would work",
     )
     return {
         "num_kv_heads": (values.get("num_kv_heads") or values["num_attention_heads"]) if new else 1,

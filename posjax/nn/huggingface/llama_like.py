@@ -1,10 +1,10 @@
 """Llama and similar families."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from posjax import rotary
-from posjax._checks import check, check_choice, check_positive, shown
+from posjax._checks import check, check_choice, check_positive
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     FULL,
@@ -26,7 +26,6 @@ from posjax.nn.huggingface.family import (
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Experts, Norm, Residual
 from posjax.norms import QKNorm
-from posjax.rotary import FrequencyRule
 from posjax.scheme import Scheme
 from posjax.sinks import LearnedSinks
 
@@ -112,13 +111,13 @@ def _rope(values: Values) -> Scheme:
     return rope_scheme(values, rope_rule(values), FULL)
 
 
-def _windowed(values: Values, *, partial: bool = False) -> Scheme:
+def _windowed(values: Values) -> Scheme:
     """A window in all layers or in no layer; transformers does not read ``layer_types`` of these families."""
     kind = FULL if values.get("sliding_window") is None else SLIDING
     other = set(layer_types(values, (kind,))) - {kind}
     name, why = values["model_type"], "because of sliding_window; leave layer_types out"
     check(not other, f"config.json: layer_types has {', '.join(other)}, but all layers of {name} are {kind}, {why}")
-    return rope_scheme(values, rope_rule(values, partial=partial), kind)
+    return rope_scheme(values, rope_rule(values), kind)
 
 
 def _family(
@@ -320,19 +319,6 @@ GEMMA2 = _gemma_family(
 )
 
 
-def _gemma3_rules(values: Values) -> dict[str, FrequencyRule]:
-    """The rules of both layer types; ``rope_scaling`` and ``rope_theta`` of transformers 4 are for full layers."""
-    types = values.get("rope_parameters") or {}
-    check(
-        types.keys() <= {FULL, SLIDING} and all(isinstance(inner, Mapping | None) for inner in types.values()),
-        f"config.json: rope_parameters {shown(types)}: gemma3_text has separate ones for {FULL} and {SLIDING}",
-    )
-    full = {"rope_theta": values.get("rope_theta", 1e6)} | (types.get(FULL) or {}) | (values.get("rope_scaling") or {})
-    sliding = {"rope_theta": values.get("rope_local_base_freq", 1e4)} | (types.get(SLIDING) or {})
-    pairs = ((FULL, full), (SLIDING, sliding))
-    return {kind: rope_rule({**values, "rope_scaling": None, "rope_parameters": inner}) for kind, inner in pairs}
-
-
 def _gemma3_rope_values(config: DecoderConfig) -> dict[str, Any]:
     rules = {kind: rule_of(config, kind) for kind in dict.fromkeys(types_of(config))}
     rules = {
@@ -350,7 +336,7 @@ GEMMA3 = _gemma_family(
         "scheme": rope_schemes(
             values,
             layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 6) - 1) + (FULL,)),
-            _gemma3_rules(values),
+            rope_rule(values),
             norm=QKNorm(eps=values["rms_norm_eps"], unit_offset=True),
         )
     },
@@ -419,11 +405,11 @@ PHI3 = _family(
 
 def _phi3_scheme(values: Values) -> Scheme:
     """Plain RoPE or LongRoPE, the only rules that transformers reads for this family."""
-    scheme = _windowed(values, partial=True)
+    scheme = _windowed(values)
     rule, size = scheme.features.frequencies, values["hidden_size"] // values["num_attention_heads"]
     check_choice("config.json: rope_type of phi3", rule.hf_type, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
-    wanted = int(size * rule.partial_rotary_factor) // 2
-    found = wanted if rule.hf_type == rotary.Plain.hf_type else len(rule.long_factor)
+    wanted = rotary.Plain(partial_rotary_factor=rule.partial_rotary_factor).rotary_dim(size) // 2
+    found = len(getattr(rule, "long_factor", range(wanted)))
     check(
         found == wanted,
         f"config.json: long_factor must have {wanted} numbers for phi3 with heads of {size} channels, found {found}",
@@ -496,13 +482,6 @@ def _gpt_oss_tensors(config: DecoderConfig) -> dict[str, View]:
     return found
 
 
-def _gpt_oss_rope(values: Values) -> Values:
-    """The values of ``config.json``, with the rule of the released models if they contain no rule."""
-    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    yarn |= {"original_max_position_embeddings": 4096}
-    return {**values, "rope_parameters": values.get("rope_parameters") or yarn}
-
-
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
@@ -511,7 +490,7 @@ GPT_OSS = Family(
         "activation": "swiglu-clamped",
         "experts": Experts(values["num_local_experts"], values["num_experts_per_tok"]),
         "biases": (*llama_biases(values)["biases"], "mlp"),
-        "scheme": rope_schemes(_gpt_oss_rope(values), layer_types(values, (SLIDING, FULL)), sinks=LearnedSinks()),
+        "scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)), sinks=LearnedSinks()),
     },
     lambda config: (
         {

@@ -22,11 +22,13 @@ def family_of(values: Mapping[str, Any]) -> Family:
     name, quantised = values["model_type"], values.get("quantization_config")
     check(
         not values.get("text_config"),
-        f"config.json: {name!r} reads more than text, which Decoder does not; only its text part can be read",
+        f"config.json: {shown(name)} reads more than text, which Decoder does not; only its text part can be read",
     )
     check_choice("config.json: model_type", name, tuple(FAMILIES))
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-    check(method in (None, "mxfp4"), f"the tensors are quantised by {method!r}; read the model before quantisation")
+    check(
+        method in (None, "mxfp4"), f"the tensors are quantised by {shown(method)}; read the model before quantisation"
+    )
     return FAMILIES[name]
 
 
@@ -40,23 +42,23 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     family = family_of(values)
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
     filled = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
-    filled |= {key: None for key, value in family.defaults.items() if key in values and values[key] is None}
+    filled |= {key: None for key in (*family.defaults, *_ROPE) if key in values and values[key] is None}
     for key, wanted in (_FIXED | dict(family.fixed)).items():
         fits = wanted if isinstance(wanted, tuple) else (wanted,)
         found = values.get(key, fits[0])
-        why = f"config.json: {key} {found!r} is an option that Decoder does not have; {fits[0]!r} would work"
+        why = f"config.json: {key} {shown(found)} is an option that Decoder does not have; {fits[0]!r} would work"
         check(found in fits, why)
     lacking = [key for key, field in family.keys.items() if key not in filled and field in _NEEDED]
     check(not lacking, f"config.json lacks {lacking[0] if lacking else None!r}")
     _check_kinds(family, filled)
     fields = {field: filled[key] for key, field in family.keys.items() if filled.get(key) is not None}
-    config = _config(fields | family.read_basics(filled) | family.read(filled))
-    size = values.get("head_dim") or config.head_dim
+    size = fields["model_dim"] // fields["num_heads"]
     check(
-        size == config.head_dim,
-        f"config.json: head_dim must be {config.head_dim} for {family.model_type}, found {size!r}; leave it out",
+        "head_dim" in fields or filled.get("head_dim", size) == size,
+        f"config.json: head_dim must be {size} for {family.model_type}, found {shown(filled.get('head_dim'))}; "
+        "leave it out",
     )
-    return config
+    return _config(fields | family.read_basics(filled) | family.read(filled))
 
 
 _FIXED = {"is_causal": True, "per_layer_config": None, "transformers_weights": None}
@@ -89,7 +91,10 @@ _KEYS = {
     **dict.fromkeys(("sliding_window_pattern", "num_kv_heads", "num_ln_in_parallel_attn"), int),
 }
 """Keys of several families whose kind does not follow from a default."""
+_ROPE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+"""Keys of which from_hf decides whether they may be null."""
 _MAY_BE_NONE = (
+    *_ROPE,
     "sliding_window",
     "num_key_value_heads",
     "head_dim",

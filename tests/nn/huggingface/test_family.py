@@ -87,7 +87,7 @@ def test_rope_scaling_wins_over_rope_parameters(given, rule):
 
 def test_part_of_the_head_rotates_only_in_some_families():
     part = VALUES | {"partial_rotary_factor": 0.5}
-    assert family.rope_rule(part, partial=True) == Plain(1e4, partial_rotary_factor=0.5)
+    assert family.rope_rule(part | {"model_type": "phi3"}) == Plain(1e4, partial_rotary_factor=0.5)
     with pytest.raises(ValueError, match="partial_rotary_factor must be 1 for llama, which rotates whole heads"):
         family.rope_rule(part)
     proportional = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4}

@@ -208,7 +208,7 @@ CONFIGS = {
     "smollm3 rope": (released.CASES["smollm3"] | {"no_rope_layers": [1, 0]}, ["no_rope_layers names 2 layers of 3"]),
     "gemma3 rule": (
         released.CASES["gemma3_text"] | {"rope_parameters": released.rope(1e3)},
-        ["rope_parameters {'rope_type': 'default', 'rope_theta': 1000.0}: gemma3_text has separate ones for full_att"],
+        ["rope_parameters {'rope_type': 'default', 'rope_theta': 1000.0}: gemma3_text has separate"],
     ),
     "gemma3 cap": (
         released.CASES["gemma3_text"] | {"attn_logit_softcapping": 2.0},
@@ -233,11 +233,11 @@ CONFIGS = {
     "neox base": (
         {key: value for key, value in released.CASES["gpt_neox"].items() if key != "rotary_emb_base"}
         | {"rope_theta": 500.0},
-        ["rope_theta 500.0: transformers reads rotary_emb_base for gpt_neox, which is 10000.0 here; set it to 500.0"],
+        ["rope_theta 500.0: transformers reads rotary_emb_base for gpt_neox, which gives [10000.0] here"],
     ),
     "neox share": (
         released.CASES["gpt_neox"] | {"partial_rotary_factor": 1.0},
-        ["partial_rotary_factor 1.0: transformers reads rotary_pct for gpt_neox, which is 0.5 here"],
+        ["partial_rotary_factor 1.0: transformers reads rotary_pct for gpt_neox, which gives [0.5] here"],
     ),
     "neox heads": (
         released.CASES["gpt_neox"] | {"head_dim": 6},
@@ -280,6 +280,36 @@ BROKEN = {
 def test_values_of_a_wrong_kind_are_named_by_their_key(name):
     case, key, value, words = BROKEN[name]
     refuse([f"config.json: {key}", words], read_config, released.CASES[case] | {key: value})
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3_text", "phi3", "cohere2"])
+def test_a_null_base_is_refused_as_transformers_cannot_compute_with_it(case):
+    """Settings and a share that are null are left out, as in transformers."""
+    plain = {key: value for key, value in released.CASES[case].items() if key not in ("rope_parameters", "rope_theta")}
+    refuse(["rope_theta is None: give the base"], read_config, plain | {"rope_theta": None})
+    nulls = dict.fromkeys(("rope_parameters", "rope_scaling", *(("partial_rotary_factor",) if case == "llama" else ())))
+    assert read_config(plain | nulls) == read_config(plain)
+
+
+def test_the_attn_factor_of_a_released_model_is_not_read():
+    yarn = released.rope(1e6, rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    found = [
+        read_config(released.CASES["qwen3"] | {"rope_parameters": yarn | more}) for more in ({}, {"attn_factor": 0.878})
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("case", released.CASES)
+def test_a_message_does_not_repeat_a_long_value(case):
+    for key in (*released.CASES[case], "rope_scaling", "quantization_config", "is_causal", "head_dim"):
+        for value in ("x" * 3000, ["x" * 3000], {"quant_method": "x" * 3000}):
+            try:
+                read_config(released.CASES[case] | {key: value})
+            except ValueError as error:
+                found = str(error)
+            else:
+                found = ""
+            assert len(found) < 600, (key, found[:700])
 
 
 @pytest.mark.parametrize("case", released.CASES)

@@ -1,0 +1,89 @@
+"""``from_hf`` against the rotary module of every model type of transformers; runs where torch is installed too."""
+
+import numpy as np
+import pytest
+
+from posjax.rotary import from_hf
+from posjax.rotary.model_types import MODEL_TYPES, NO_ROTARY, UNREADABLE
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import model_types as theirs
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+READ = {
+    "sizes only": lambda values: values,
+    "another order": lambda values: dict(reversed(values.items())),
+    "null settings": lambda values: values | dict.fromkeys(("rope_parameters", "rope_scaling")),
+}
+"""Configurations that every type must read."""
+READ_OR_REFUSED = {
+    "no head size": lambda values: {key: value for key, value in values.items() if "head_dim" not in key},
+    "another base": lambda values: values | {"rope_theta": 54_321.0},
+    "null base": lambda values: values | {"rope_theta": None},
+    "another share": lambda values: values | {"partial_rotary_factor": 0.75},
+    "null share": lambda values: values | {"partial_rotary_factor": None},
+    "plain": lambda values: values | {"rope_parameters": {"rope_type": "default", "rope_theta": 54_321.0}},
+    "plain without a base": lambda values: values | {"rope_parameters": {"rope_type": "default"}},
+    "YaRN": lambda values: values | {"rope_theta": 54_321.0, "rope_scaling": YARN},
+}
+"""Configurations that some types do not read: from_hf refuses them, or gives what transformers computes."""
+MISTAKEN = {"mistral4": "without its own rope_parameters transformers rotates more channels than its keys have"}
+"""Types whose rotary module does not fit their model when their config has other rope_parameters than the default."""
+
+
+@pytest.fixture(scope="module")
+def types():
+    theirs.quiet()
+    return theirs.rotary_types()
+
+
+def difference(values, expected):
+    """ "same", "refused", or how ``from_hf`` differs from the rotations that are expected."""
+    try:
+        found = from_hf(values)
+        found = found if isinstance(found, dict) else dict.fromkeys(expected, found)
+        found = {layer: found[layer].at_length() for layer in expected}
+    except ValueError:
+        return "refused"
+    for layer, (frequencies, factor) in expected.items():
+        ours, our_factor = np.asarray(found[layer][0].value, np.float64), found[layer][1]
+        if ours.shape != frequencies.shape:
+            return f"{layer}: {ours.size} pairs, not {frequencies.size}"
+        if not np.allclose(ours, frequencies, rtol=3e-6, atol=0) or abs(our_factor - factor) > 1e-6:
+            return f"{layer}: {ours[[0, -1]]} and factor {our_factor}, not {frequencies[[0, -1]]} and {factor}"
+    return "same"
+
+
+@pytest.mark.parametrize("case", READ)
+def test_every_type_with_sizes_alone_has_the_rule_of_transformers(types, case):
+    plain = {name: theirs.sizes(cls, name) for name, cls in types.items()}
+    found = {
+        name: difference(READ[case](plain[name]), theirs.rotations(cls, plain[name])) for name, cls in types.items()
+    }
+    assert set(found) == set(MODEL_TYPES)
+    assert {name: what for name, what in found.items() if what != "same"} == {}
+
+
+@pytest.mark.parametrize("case", READ_OR_REFUSED)
+def test_a_setting_is_read_as_in_transformers_or_refused(types, case):
+    values = {name: READ_OR_REFUSED[case](theirs.sizes(cls, name)) for name, cls in types.items()}
+    found = {name: difference(values[name], theirs.tried(cls, values[name])) for name, cls in types.items()}
+    wrong = {name: what for name, what in found.items() if what not in ("same", "refused") and name not in MISTAKEN}
+    assert wrong == {}
+    assert list(found.values()).count("same") > 15
+
+
+@pytest.mark.parametrize("name", ["glm", "gpt_neox", "apertus", "gemma3_text", "olmo3", "deepseek_v4", "zamba2"])
+def test_the_script_finds_the_rows_of_the_table(types, name):
+    assert theirs.row(types[name], name) == MODEL_TYPES[name]
+
+
+def test_types_that_no_rule_describes_are_refused(types):
+    assert not {*UNREADABLE, *NO_ROTARY} & set(MODEL_TYPES)
+    for name in (*UNREADABLE, *NO_ROTARY):
+        with pytest.raises(ValueError, match=f"model_type '{name}' has (no rotary positions|a rope that no)"):
+            from_hf({"model_type": name, "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 1e4})
