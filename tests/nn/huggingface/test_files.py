@@ -209,7 +209,7 @@ BROKEN = {
     "not text": (file(b"\xff\xfe{}"), "is not a safetensors file: its header is not JSON"),
     "a list": (file([1]), "is not a safetensors file: its header is [1], not an object"),
     "cut short": (file(one(), bytes(7)), "is cut short: tensor 'one' ends after the end of the file"),
-    "unknown dtype": (file(one("F8_E4M3")), "tensor 'one' in {} has dtype F8_E4M3; F64, F32, F16, BF16, "),
+    "unknown dtype": (file(one("F8_E4M3")), "tensor 'one' in {} has dtype 'F8_E4M3'; F64, F32, F16, BF16, "),
     "too few bytes": (file(one(shape=(3,))), "is broken: tensor 'one' has 8 bytes, which do not fit its shape (3,)"),
     "too many bytes": (file(one(shape=(1,))), "is broken: tensor 'one' has 8 bytes, which do not fit its shape (1,)"),
     "ends before it starts": (file(one(offsets=(8, 0))), "is broken: tensor 'one' has -8 bytes"),
