@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number, check_positive, take
-from posjax._numbers import level
+from posjax._numbers import is_number, level
 from posjax.positions import Positions, as_array
 
 SSMAX_INITIAL = 0.168
@@ -156,6 +156,8 @@ def cosine_scale(n: Int[Array, "*b length"] | float) -> Float[Array, "*b length"
 
     ``n`` is half the training length (22.18 for 512), or the number of visible keys (0 counts as 1).
     """
+    if is_number(n):
+        check_number("n", n)
     return 4.0 * _log(jnp.maximum(jnp.asarray(n), 1))
 
 

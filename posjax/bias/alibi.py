@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_positive, shown, take
+from posjax._checks import check, check_choice, check_count, check_number, check_positive, shown, take
 from posjax._numbers import widened
 from posjax._slots import with_head_axis
 from posjax.bias.base import Bias, BiasSpec, distance, heads_first
@@ -76,6 +76,9 @@ class LinearBias(Bias):
 
     axes: ClassVar = {"slopes": ("heads",), "ahead": ("heads",)}
     by_distance: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_number("offset", self.offset)
 
     @property
     def grows_ahead(self):
