@@ -117,6 +117,14 @@ def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
     check(number and value >= at_least, f"{name} must be a number{bound}{_host(value)}, found {shown(value)}")
 
 
+def check_finite(name: str, value: Any) -> None:
+    """Raises if ``value``, a number or an array, holds NaN or an infinity; traced arrays are not checked."""
+    if is_known(value):
+        array = np.asarray(value, np.float64)
+        wrong = array[~np.isfinite(array)]
+        check(not wrong.size, f"{name} must be finite, found {wrong[:1].sum()}")
+
+
 def _host(value: Any) -> str:
     """Words of a message that ask for a Python number, if the value found is a JAX array."""
     return ", a Python number known before tracing" if isinstance(value, jax.Array) else ""

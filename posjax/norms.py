@@ -24,6 +24,7 @@ def rms_norm(
 
     The mean is over the last axis, or over as many of the last axes as the gain has.
     """
+    check_number("eps", eps, at_least=0)
     wide, axes = widened(x), tuple(range(-1 if gain is None else -gain.ndim, 0))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + eps)
     if gain is not None:

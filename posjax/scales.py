@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_flags, check_number, check_positive, take
-from posjax._numbers import level
+from posjax._numbers import LARGEST, is_number, level
 from posjax.positions import Positions, as_array
 
 SSMAX_INITIAL = 0.168
@@ -156,6 +156,8 @@ def cosine_scale(n: Int[Array, "*b length"] | float) -> Float[Array, "*b length"
 
     ``n`` is half the training length (22.18 for 512), or the number of visible keys (0 counts as 1).
     """
+    if is_number(n):
+        check_number("n", n)
     return 4.0 * _log(jnp.maximum(jnp.asarray(n), 1))
 
 
@@ -193,11 +195,15 @@ def _check_length(length: int) -> None:
     check(length >= 2, f"length must be at least 2, because a scale divides by its logarithm; found {length!r}")
 
 
+def _check_int32(name: str, value: float) -> None:
+    check(value <= LARGEST, f"{name} must fit in int32, as positions do, found {value!r}")
+
+
 def _log(n: Int[Array, "..."]) -> Float[Array, "..."]:
     return jnp.log(n.astype(jnp.float32))
 
 
-def _step_temperature(steps: Int[Array, "..."], slope: float) -> Float[Array, "..."]:
+def _step_temperature(steps: Int[Array, "..."] | Float[Array, "..."], slope: float) -> Float[Array, "..."]:
     return 1.0 + np.float32(slope) * jnp.log1p(steps.astype(jnp.float32))
 
 
@@ -253,6 +259,7 @@ class LogN(_OfCount):
     def __post_init__(self):
         _check_length(self.length)
         check_positive("minimum", self.minimum)
+        _check_int32("minimum", self.minimum)
 
     def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
         """``log(max(n, minimum)) / log(length)``."""
@@ -273,6 +280,7 @@ class ClippedLogN(_OfCount):
 
     def __post_init__(self):
         _check_length(self.length)
+        _check_int32("length", self.length)
 
     def of(self, visible: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
         """``max(1, log(n) / log(length))``."""
@@ -330,13 +338,15 @@ class Llama4Temperature(_OfPosition):
 
     def __post_init__(self):
         check_count("floor_scale", self.floor_scale)
+        _check_int32("floor_scale", self.floor_scale)
         check_number("attn_scale", self.attn_scale, at_least=0)
 
     def of(self, positions: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
         """``1 + attn_scale ln(floor((p + 1) / floor_scale) + 1)``."""
         p = jnp.maximum(positions, -1)
-        # floor((p + 1) / f) without p + 1, which overflows at the largest int32.
-        steps = p // self.floor_scale + jnp.where(p % self.floor_scale == self.floor_scale - 1, 1, 0)
+        # floor((p + 1) / f) without p + 1, which overflows at the largest int32, as the sum does for f = 1.
+        one_more = p % self.floor_scale == self.floor_scale - 1
+        steps = (p // self.floor_scale).astype(jnp.float32) + one_more.astype(jnp.float32)
         return _step_temperature(steps, self.attn_scale)
 
 
@@ -356,6 +366,7 @@ class MinistralTemperature(_OfPosition):
 
     def __post_init__(self):
         check_count("length", self.length)
+        _check_int32("length", self.length)
         check_number("beta", self.beta, at_least=0)
 
     def of(self, positions: Int[Array, "*b length"]) -> Float[Array, "*b length"]:

@@ -13,6 +13,7 @@ from flax import nnx
 
 import posjax as pj
 from posjax import bias, coca, linear, masks, nn, norms, pope, positions, remap, rotary, scales
+from posjax.diagnostics import entropy_curve
 from posjax.nn import Decoder, DecoderConfig, Experts
 from posjax.positions import Range
 from posjax.scheme import Scheme
@@ -287,6 +288,35 @@ def test_bad_input_is_named_in_one_line(name):
         call()
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+MODEL = {"vocab_size": 11, "num_layers": 1, "model_dim": 16, "num_heads": 2}
+NUMBERS = {
+    "scale": lambda x: attention(scale=x)(),
+    "scale of each head": lambda x: attention(scale=jnp.array([1, 1, 1, x]))(),
+    "scale of NumPy": lambda x: attention(scale=np.asarray(x))(),
+    "scale of CoCA": lambda x: pj.coca_attention(X, HALF, X, table=TABLE, scale=x),
+    "query_scale": lambda x: attend(ROPE, query_scale=x)(),
+    "softcap": lambda x: attention(softcap=x)(),
+    "decay": lambda x: attention(decay=np.full(8, x), mask=masks.Causal())(),
+    "attention_factor": lambda x: pj.rotary_table(Range(0, 6), rotary.inverse_frequencies(8), attention_factor=x),
+    "eps": lambda x: norms.qk_norm(X, X, eps=x),
+    "offset": lambda x: bias.LinearBias(jnp.ones(4), symmetric=True, offset=x),
+    "decay_times": lambda x: bias.FoX(decay_times=(2.0, x)),
+    "decay_times as one number": lambda x: bias.FoX(decay_times=x),
+    "max_distance": lambda x: bias.t5_thresholds(32, x),
+    "n": lambda x: scales.cosine_scale(x),
+    "shift": lambda x: rotary.scalings.Ahead(WIDE, 2.0, x),
+    "gain": lambda x: entropy_curve(ROPE, [4], gain=x),
+    "trained_length": lambda x: DecoderConfig(**MODEL, trained_length=x),
+}
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_are_not_finite_are_refused(name, number):
+    with pytest.raises(ValueError, match=rf"^{name.split()[0]} must"):
+        NUMBERS[name](number)
 
 
 LONG = jnp.arange(2 * 1000, dtype=jnp.int32).reshape(2, 1000)

@@ -113,6 +113,32 @@ def test_ministral_has_no_shift_by_one():
     close(scales.ministral_temperature(ints(-1, 0, 1, 2), 1), 1 + 0.1 * np.log([1, 1, 2, 3]))
 
 
+ENDS = [-(2**31), -(2**31) + 1, -2, -1, 0, 1, 2**24 + 1, 2**31 - 3, 2**31 - 2, 2**31 - 1]
+AT_THE_ENDS = {
+    "llama4": (lambda p: scales.llama4_temperature(p, floor_scale=1), lambda p: 1 + 0.1 * math.log(max(p + 1, 0) + 1)),
+    "llama4, two steps": (
+        lambda p: scales.llama4_temperature(p, floor_scale=2**30),
+        lambda p: 1 + 0.1 * math.log(max((p + 1) // 2**30, 0) + 1),
+    ),
+    "llama4, one step": (
+        lambda p: scales.llama4_temperature(p, floor_scale=2**31 - 1),
+        lambda p: 1 + 0.1 * math.log(max((p + 1) // (2**31 - 1), 0) + 1),
+    ),
+    "ministral": (lambda p: scales.ministral_temperature(p, 1), lambda p: 1 + 0.1 * math.log(max(p, 0) + 1)),
+    "log-n": (lambda n: scales.log_n(n, 512), lambda n: math.log(max(n, 16), 512)),
+    "clipped log-n": (lambda n: scales.clipped_log_n(n, 2**31 - 2), lambda n: math.log(max(n, 2**31 - 2), 2**31 - 2)),
+    "ssmax": (lambda n: scales.ssmax(n, jnp.ones(1))[..., 0], lambda n: math.log(max(n, 1))),
+    "cosine": (scales.cosine_scale, lambda n: 4 * math.log(max(n, 1))),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_ENDS)
+def test_scales_are_right_at_both_ends_of_int32(name):
+    """Against Python's integers, which have no end."""
+    scale, wanted = AT_THE_ENDS[name]
+    close(scale(ints(*ENDS)), list(map(wanted, ENDS)))
+
+
 YARN = {2: 1.06931, 4: 1.13863, 8: 1.20794, 16: 1.27726, 32: 1.34657, 40: 1.36889}
 YARN_LOGITS = {2: 1.1434, 4: 1.2965, 8: 1.4591, 16: 1.6314, 32: 1.8133, 40: 1.8739}
 
@@ -236,6 +262,10 @@ def test_refusals():
         ("length must be at least 2", lambda: scales.ssmax_initial(1)),
         ("floor_scale must be positive", lambda: scales.llama4_temperature(ints(3), floor_scale=0)),
         ("length must be positive", lambda: scales.ministral_temperature(ints(3), 0)),
+        ("floor_scale must fit in int32", lambda: scales.Llama4Temperature(2**31)),
+        ("length must fit in int32", lambda: scales.MinistralTemperature(2**31)),
+        ("minimum must fit in int32", lambda: scales.LogN(512, 2**31)),
+        ("length must fit in int32", lambda: scales.ClippedLogN(2**31)),
         ("factor must be positive", lambda: scales.yarn_temperature(0.0)),
         ("length must be at least 2", lambda: scales.LogN(1)),
         ("minimum must be positive", lambda: scales.LogN(512, 0)),

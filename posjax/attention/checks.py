@@ -7,20 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, is_known, shown
+from posjax._checks import check, check_finite, is_known, shown
 from posjax.attention.own import heads_of
 from posjax.bias import Bias
 from posjax.masks import Mask
 from posjax.positions import Positions, Range, as_array
 
 
-def check_scale(scale) -> None:
-    """Raises ValueError unless ``scale`` is None, a number or an array."""
-    fits = scale is None or isinstance(scale, numbers.Real | jax.Array | np.ndarray)
+def check_scale(scale, name: str = "scale") -> None:
+    """Raises ValueError unless ``scale`` is None, a finite number or an array.
+
+    The numbers of an array are checked if it holds one for each head, or one in all. Factors of tokens are data, as
+    queries are: those of padding may be NaN.
+    """
+    if scale is None:
+        return
     check(
-        fits and not isinstance(scale, bool),
-        f"scale must be a number or an array, found {shown(scale)}; named scales go in Scheme(scale=...)",
+        isinstance(scale, numbers.Real | jax.Array | np.ndarray) and not isinstance(scale, bool),
+        f"{name} must be a number or an array, found {shown(scale)}; named scales go in Scheme(scale=...)",
     )
+    if np.ndim(scale) < 2:
+        check_finite(name, scale)
 
 
 def check_masks(q, k, *given: Mask | None) -> None:
@@ -65,13 +72,14 @@ def check_sinks(sinks, heads: int) -> None:
 def rates(decay, dtype) -> Float[Array, "size"] | None:
     """The rates of decay as an array without a gradient, none below 0.
 
-    Raises ValueError for a negative rate; a traced one counts as 0.
+    Raises ValueError for a negative or infinite rate; a traced negative one counts as 0.
     """
     if decay is None:
         return None
     if is_known(decay):
         lowest = np.min(np.asarray(decay, np.float64), initial=np.inf)
         check(lowest >= 0, f"decay must not be negative: its rates are those of exp(-a (i - j)), found {lowest:g}")
+        check_finite("decay", decay)
     return jax.lax.stop_gradient(jnp.maximum(jnp.asarray(decay, dtype), 0))
 
 

@@ -122,7 +122,6 @@ def attention(
             reason; for a sequence that is split over a mesh.
     """
     check_shapes(q, k, v)
-    check_scale(scale)
     options = {"bias": bias, "mask": mask, "scale": scale, "sinks": sinks, "softcap": softcap, "remap": remap}
     options |= {"decay": decay, "q_positions": q_positions, "kv_positions": kv_positions}
     options |= {"implementation": implementation, "return_residuals": return_residuals}
@@ -134,6 +133,7 @@ def attention(
 
 def _over_mesh(split: Split, q, k, v, *, bias, mask, scale, remap, **options):
     """Attention on every device, for its own batch rows and heads."""
+    check_scale(scale)
     mask, remap = None if mask is None else as_mask(mask), branches(remap)
     check_masks(q, k, mask, *(branch.mask for branch in remap))
     check_sinks(options["sinks"], q.shape[2])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_flags, check_positive, shown, take
+from posjax._checks import check, check_choice, check_count, check_flags, check_number, check_positive, shown, take
 from posjax._numbers import widened
 from posjax._slots import with_head_axis
 from posjax.bias.base import Bias, BiasSpec, distance, heads_first
@@ -79,6 +79,7 @@ class LinearBias(Bias):
 
     def __post_init__(self):
         check_flags(self)
+        check_number("offset", self.offset)
 
     @property
     def grows_ahead(self):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from posjax._checks import check, check_count, check_flags, check_positive, check_rank, take
+from posjax._checks import check, check_count, check_flags, check_positive, check_rank, shown, take
 from posjax._numbers import at_least_float32, widened
 from posjax.bias.base import Bias, BiasSpec
 
@@ -96,9 +96,11 @@ class FoX(BiasSpec):
         needed = self.data_dependent or self.decay_times is not None
         check(needed, "decay_times must be given when data_dependent is False, or all heads are equal")
         if self.decay_times is not None:
-            shortest, longest = self.decay_times
-            check_positive("decay_times", shortest)
-            check(shortest <= longest, f"decay_times must be (shortest, longest), found {self.decay_times}")
+            found = f"decay_times must be (shortest, longest), found {shown(self.decay_times)}"
+            check(isinstance(self.decay_times, tuple | list) and len(self.decay_times) == 2, found)
+            for time in self.decay_times:
+                check_positive("decay_times", time)
+            check(self.decay_times[0] <= self.decay_times[1], found)
 
     @property
     def one_sided(self) -> str | None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_flags, check_number, take
+from posjax._checks import check, check_count, check_counts, check_flags, check_number, take
 from posjax._numbers import LARGEST, level
 from posjax.bias.base import Bias, BiasSpec
 from posjax.positions import difference
@@ -28,6 +28,7 @@ def t5_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
     Returns:
         ``num_buckets - e - 1`` increasing integers, those of buckets ``e + 1 ... num_buckets - 1``.
     """
+    check_counts(num_buckets=num_buckets, max_distance=max_distance)
     exact = num_buckets // 2
     steps = num_buckets - exact
     return tuple(_first_distance(exact, steps, t, max_distance) for t in range(1, steps))

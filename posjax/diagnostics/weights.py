@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count
+from posjax._checks import check, check_count, check_number
 from posjax.attention.sharded.automatic import is_array
 from posjax.positions import Range
 from posjax.scheme import Scheme
@@ -225,6 +225,7 @@ def entropy_curve(
         seed: of the draws.
         params: the scheme's parameters; as initialised when left out.
     """
+    check_number("gain", gain)
     lengths = np.asarray(lengths)
     key_q, key_k = jax.random.split(jax.random.key(seed))
     q = gain * jax.random.normal(key_q, (draws, 1, num_heads, scheme.query_size(head_dim)))

@@ -188,11 +188,22 @@ def _within(x: _Tokens, allowed: Bool[Array, "#batch q k"]) -> _Sums:
     factor = _exp(allowed, scale - highest[..., None])[:, :, None]
     weights = _scores(*x.denominator) * factor
     numerator = weights if x.phi_numerator is None else _scores(*x.numerator) * factor
-    return _Sums(jnp.einsum("bkgij,bkjv->bkgiv", numerator, x.v.astype(x.dtype)), weights.sum(-1), highest)
+    return _Sums(_product("bkrj,bkjv->bkrv", numerator, x.v.astype(x.dtype)), weights.sum(-1), highest)
 
 
 def _scores(phi, psi):
-    return jnp.einsum("bkgim,bkjm->bkgij", phi, psi)
+    return _product("bkrm,bkjm->bkrj", phi, psi)
+
+
+def _product(equation: str, x: Float[Array, "batch kv_heads group q n"], y: Array) -> Array:
+    """``einsum`` of ``x``, whose axes of the group and of the queries are one axis ``r`` of the equation, and ``y``.
+
+    So neither a product nor its gradients have more than four axes of their own. Every ``vmap`` adds one, and on CPUs
+    jaxlib 0.10.2 ends the process at a product with eight.
+    """
+    batch, kv_heads, group, queries, _ = x.shape
+    found = jnp.einsum(equation, x.reshape(batch, kv_heads, group * queries, x.shape[-1]), y)
+    return found.reshape(batch, kv_heads, group, queries, *found.shape[3:])
 
 
 def _exp(where, x):
@@ -203,8 +214,8 @@ def _exp(where, x):
 def _read(state: LinearState, x: _Tokens) -> _Sums:
     """Sums over the tokens of the state, for the queries of the same document; divided by the state's scale."""
     seen = (x.ids == state.segment[:, None])[:, None]
-    numerator = jnp.einsum("bkgim,bkmv->bkgiv", x.numerator[0], state.s)
-    denominator = jnp.einsum("bkgim,bkm->bkgi", x.denominator[0], state.z)
+    numerator = _product("bkrm,bkmv->bkrv", x.numerator[0], state.s)
+    denominator = _product("bkrm,bkm->bkr", x.denominator[0], state.z)
     scale = jnp.where(seen, state.log_scale[..., None], _lowest(x.dtype))
     return _Sums(jnp.where(seen[:, :, None, :, None], numerator, 0), jnp.where(seen[:, :, None], denominator, 0), scale)
 

@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from posjax._numbers import LARGEST
 from posjax._slots import with_head_axis
 from posjax.positions import Positions, Range, as_array
 
@@ -24,7 +26,9 @@ def block_bounds(positions: Positions, block: int) -> BlockBounds:
     """
     if isinstance(positions, Range):
         low = positions.start + np.arange(0, positions.length, block, dtype=np.int32)
-        return BlockBounds(low, low + (block - 1), block)
+        high = low + (block - 1)
+        # With a traced start, positions of padding may pass the largest int32 and wrap; the token itself is below it.
+        return BlockBounds(low, high if positions.is_static else jnp.where(high < low, LARGEST, high), block)
     return BlockBounds(*block_range(with_head_axis(as_array(positions)), block), block)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_flags, check_number, check_positive, shown
+from posjax._checks import check, check_choice, check_count, check_flags, check_number, check_positive, shown
 from posjax._numbers import LARGEST, level
 from posjax.attention.sharded import Placement
 from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
@@ -133,6 +133,8 @@ class DecoderConfig:
             check_number(name, 1 if getattr(self, name) is None else getattr(self, name))
         for name in ("attention_softcap", "logit_softcap"):
             check_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
+        if self.trained_length is not None:
+            check_count("trained_length", self.trained_length)
 
     def _check_schemes(self) -> None:
         for scheme in uniform(self.scheme, self.num_layers).kinds:

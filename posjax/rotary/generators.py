@@ -61,6 +61,7 @@ def commute(generators: Sequence[Float[np.ndarray, "d d"]] | Matrices, tolerance
     generators: real skew-symmetric matrices ``[axes, d, d]``, d even. Frobenius norms, float64 on the host.
     Raises ValueError for matrices that are not skew-symmetric. (kexue.fm 8397 and 9403)
     """
+    check(tolerance >= 0, f"tolerance must be at least 0, found {tolerance}")
     return _commutator(_as_generators(generators))[0] <= tolerance
 
 
@@ -75,6 +76,7 @@ def decompose(
     Raises ValueError for matrices that are not skew-symmetric and for generators that do not commute (such as
     quaternion units), with the size of the commutator.
     """
+    check(tolerance >= 0, f"tolerance must be at least 0, found {tolerance}")
     matrices = _as_generators(generators)
     size, (a, b) = _commutator(matrices)
     check(

@@ -292,6 +292,10 @@ class Ahead(Stretched):
 
     shift: int
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("shift", self.shift)
+
     def table(self, positions, *, head_dim=None, length=None, params=None, precision="exact") -> RotaryTable:
         """The stretched rule's table of ``positions + shift``."""
         cos, sin = super().table(positions, head_dim=head_dim, precision=precision)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._angles import Frequencies, as_frequencies, as_real_positions, fixed_point, real_angles
-from posjax._checks import check, shown
+from posjax._checks import check, check_finite, shown
 from posjax._numbers import level
 from posjax.positions import Positions
 
@@ -72,8 +72,8 @@ def rotary_table(
     precision: ``"exact"``, within 2e-6 of float64 at every int32 position for frequencies known on the host; or
         ``"hf"``, the float32 product of PyTorch code, whose error is about ``6e-8 * |angle|`` radians.
 
-    Raises ValueError for positions in 16-bit floats, frequencies of another rank or batch, and a rule instead of an
-    array.
+    Raises ValueError for positions in 16-bit floats, frequencies of another rank or batch, a rule instead of an array,
+    and a factor that is not finite.
     """
     _check_frequencies(inverse_frequencies)
     frequencies = as_frequencies(inverse_frequencies)
@@ -85,6 +85,7 @@ def rotary_table(
         np.broadcast_shapes(array.shape, leading)
     except ValueError:
         raise ValueError(f"inverse_frequencies of shape {shape} do not fit positions of shape {array.shape}") from None
+    check_finite("attention_factor", attention_factor)
     angle = real_angles(array, frequencies, precision)
     factor = jnp.asarray(attention_factor, jnp.float32)
     return RotaryTable(jnp.cos(angle) * factor, jnp.sin(angle) * factor)

@@ -10,6 +10,7 @@ from posjax import masks
 from posjax._checks import check
 from posjax.attention import attention
 from posjax.attention.cache import Cache, ring
+from posjax.attention.checks import check_scale
 from posjax.attention.padding import without_padding
 from posjax.attention.sharded import context_attention
 from posjax.positions import Positions, as_array
@@ -69,6 +70,7 @@ class SoftmaxAttention:
         """Attention on keys and values as returned by ``stored``, with residuals if ``return_residuals``."""
         check_direction(self.scheme, causal)
         check_no_slots(options)
+        check_scale(query_scale, "query_scale")
         heads, at_q = where.placement.all_heads(q.shape[2]), where.queries(self.scheme.maps, q)
         dot_scale = (where.head_dim**-0.5 if query_scale is None else query_scale) * self.scheme.maps.softmax_scale
         scale = self._scale(q, params, where, causal, visible) * dot_scale

@@ -294,8 +294,10 @@ def test_positions_of_any_integer_dtype(dtype):
         chex.assert_trees_all_close(got, want, atol=1e-12)
 
 
-def test_the_last_positions_of_int32_do_not_overflow(monkeypatch):
-    end = Range(2**31 - 13, 13)
+@pytest.mark.parametrize("start", [2**31 - 13, jnp.int32(2**31 - 13)], ids=["static", "array"])
+def test_the_last_positions_of_int32_do_not_overflow(start, monkeypatch):
+    """The last tile has padding, whose positions would be beyond them."""
+    end = Range(start, 13)
     case = Case("end", bias=ALiBi(), mask=Causal() & Window(5), q_positions=end, kv_positions=end)
     use_tiles(monkeypatch, case)
     got, want = jax.jit(lambda values: [call(case, values, name) for name in ("blockwise", "dense")])(inputs(case))

@@ -82,6 +82,7 @@ FLAGS = jnp.asarray(np.random.default_rng(1).random((2, TOKENS)) < 0.01)
 SHUFFLED = jnp.asarray(np.random.default_rng(2).permutation(TOKENS), jnp.int32)
 FAR_AWAY = Range(2**30, TOKENS)
 ONE_TILE = jnp.arange(TOKENS) + 1000 * (jnp.arange(TOKENS) >= 128)  # a causal mask hides the other tiles
+EVERYWHERE = jnp.asarray(np.linspace(-(2**31), 2**31 - 1, TOKENS).astype(np.int32))
 LEARNED, SYMMETRIC = ALiBi(learned=True), ALiBi(symmetric=True, learned=True)
 T5_NEAR, T5_BOTH = T5(num_buckets=8, max_distance=40), T5(num_buckets=8, max_distance=40, bidirectional=True)
 
@@ -135,6 +136,24 @@ CASES = [
         keys=200,
         batch=1,
         blocks=LARGE,
+    ),
+    Case(
+        "decoding with t5 at the last positions of int32, which padding would leave",
+        bias=T5_BOTH,
+        mask=Causal() & Window(200),
+        q_positions=Range(2**31 - 3, 3),
+        kv_positions=Range(2**31 - TOKENS, TOKENS),
+        queries=3,
+        batch=1,
+    ),
+    Case(
+        "alibi so slight that it matters over all of int32",
+        bias=ALiBi(learned=True, steepest=2e-9),
+        mask=Causal(),
+        q_positions=EVERYWHERE,
+        kv_positions=EVERYWHERE,
+        bounded=True,
+        batch=1,
     ),
     Case(
         "fox on two cores, by positions of the keys",

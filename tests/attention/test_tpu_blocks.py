@@ -135,9 +135,8 @@ def test_the_band_of_distances_in_which_a_bias_varies_needs_both_starts():
     """The rows of 128 distances that the kernels store of a bias by distance: some, or all if a start is traced."""
 
     def band(start, keys_from=0):
-        positions = {"q_positions": Range(start, 128), "kv_positions": Range(keys_from, 4096)}
         shapes = {"q": np.zeros((1, 1, 1, 128, 8)), "k": np.zeros((1, 1, 4096, 8))}
-        return _band(SimpleNamespace(**shapes, **positions, bias=SimpleNamespace(constant_from=128)), 256)
+        return _band(SimpleNamespace(**shapes, bias=SimpleNamespace(constant_from=128)), 256, start - keys_from)
 
     whole, found = (0, 33), []
     # The bias varies up to 128 from distance 0, in row 16; a tile reads 256 more and a row is spare on either side.
@@ -163,6 +162,14 @@ def test_tiles_that_do_not_fit_fast_memory_are_halved_down_to_256(name, vmem, bl
     q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 128), jnp.bfloat16) for shape in ((1, 4096), (4096,)))
     x = Operands(q, kv, kv, None, None, Range(0, 4096), Range(0, 4096))
     assert cheapest_forward(Target(name, vmem, wide=False), x) == Blocks(*blocks)
+
+
+def test_tiles_at_the_last_positions_of_int32_are_counted_as_elsewhere():
+    """300 tokens in blocks of 128: the last block would pass the largest int32."""
+    q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, 300), (300,)))
+    ranges = [Range(start, 300) for start in (2**31 - 300, 0)]
+    found = [_tiles(Operands(q, kv, kv, None, Causal(), at, at), Blocks(128, 128, 128), 3, 3) for at in ranges]
+    assert found == [(6, 3)] * 2
 
 
 def test_tiles_are_counted_as_causal_where_they_are_not_known():

@@ -247,3 +247,24 @@ def test_attend_says_which_parameters_are_missing():
 def test_an_unknown_option_is_refused(call, name):
     with pytest.raises(TypeError, match="unexpected keyword argument 'soft_cap'"):
         call(pj.scheme(name), soft_cap=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("linear-elu", {}),
+        ("performer", {"causal": False}),
+        ("rope", {"implementation": "blockwise"}),
+        ("coca-strict", {"implementation": "dense"}),
+    ],
+)
+def test_gradients_under_two_vmaps_are_those_of_single_calls(name, options):
+    """Several query heads share a key head, so the products have as many axes as they can have."""
+    scheme = pj.scheme(name)
+    params = scheme.init(jax.random.key(0), 4, 8, num_kv_heads=2)
+    sizes = (4, scheme.query_size(8)), (2, scheme.key_size(8)), (2, 8)
+    qkv = [jax.random.normal(jax.random.key(n), (2, 3, 2, 5, *size)) for n, size in enumerate(sizes)]
+    gradient = jax.grad(lambda *qkv: jnp.sin(scheme.attend(*qkv, params=params, **options)).sum(), (0, 1, 2))
+    got, one = jax.jit(jax.vmap(jax.vmap(gradient)))(*qkv), jax.jit(gradient)
+    for at in np.ndindex(2, 3):
+        chex.assert_trees_all_close([x[at] for x in got], list(one(*(x[at] for x in qkv))), atol=1e-5)

@@ -15,7 +15,7 @@ from posjax._axes import names_of
 from posjax._checks import check
 from posjax._numbers import is_number
 from posjax.attention import api
-from posjax.attention.checks import check_ahead, check_sinks, checked_positions
+from posjax.attention.checks import check_ahead, check_scale, check_sinks, checked_positions
 from posjax.attention.operands import RUN, Operands, statistics_dtype, vary_alike
 from posjax.attention.own import heads_of, on_device
 from posjax.attention.padding import without_padded_scale
@@ -74,6 +74,7 @@ def context_attention(
         ValueError: as ``attention``, and for a strategy that cannot split the call, with the reason.
     """
     api.check_shapes(q, k, v)
+    check_scale(scale)
     heads = _Heads(placement, q.shape[2])
     bias, mask, remap = heads.of_bias(bias), None if mask is None else as_mask(mask), branches(remap)
     api.check_aligned(q, k, q_positions, api.reads_positions(bias, mask, remap, decay))

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posjax._numbers import LARGEST
 from posjax.attention.operands import Operands
 from posjax.attention.tiles import AHEAD, NEAR
 from posjax.attention.tpu import terms
@@ -60,8 +61,15 @@ class KernelBias:
         return None
 
     @classmethod
-    def of(cls, x: Operands, spare: bool, reach: int) -> "KernelBias":
-        """The form for a call. ``spare``: see ``KernelConfig``; ``reach``: queries plus keys of a backward tile."""
+    def of(cls, x: Operands, spare: bool, reach: int, ahead) -> "KernelBias":
+        """The form for a call.
+
+        Args:
+            x: the operands, padded.
+            spare: see ``KernelConfig``.
+            reach: queries plus keys of a backward tile.
+            ahead: distance of the first query from the first key, for positions that are ranges before padding.
+        """
         return cls()
 
     def numbers(self, x: Operands, ahead) -> dict[str, jax.Array]:
@@ -153,6 +161,11 @@ class _DifferenceOfTokens(KernelBias):
     tile, the third a small number of the key.
     """
 
+    @staticmethod
+    def minus(a, b):
+        """The difference of two ``t``."""
+        return a - b
+
     def counted(self, config: KernelConfig, x: Inputs, side: int, step: int = 1):
         """``t`` of every ``step``-th query or key, ``[batch or 1, heads or 1, 1, tokens / step]``."""
 
@@ -166,7 +179,7 @@ class _DifferenceOfTokens(KernelBias):
     def of_queries(self, config, x, side):
         block = config.tilings[side].blocks.q
         origins = jnp.repeat(self.counted(config, x, 0, block), block, axis=-1)
-        return (self.counted(config, x, 0) - origins)[:, :, 0]
+        return self.minus(self.counted(config, x, 0), origins)[:, :, 0]
 
     def arrays(self, config, x, side):
         sizes = config.tilings[side].blocks[:2]
@@ -185,7 +198,7 @@ class _DifferenceOfTokens(KernelBias):
 
     def level(self, row, tile):
         q, k = self.origins(row, tile.index)
-        return self.times(row, q - k)
+        return self.times(row, self.minus(q, k))
 
     def begin_tile(self, row, tile):
         if not self.in_features:
@@ -225,11 +238,13 @@ class LinearInKey(_DifferenceOfTokens):
         return type(x.bias) is LinearBias and not x.bias.symmetric and x.softcap is None
 
     @staticmethod
-    def refusal(x):
-        return _int32_refusal(x)
+    def minus(a, b):
+        """The exact difference of two int32, rounded once to float32: it may leave int32."""
+        high, low = (a >> 16) - (b >> 16), (a & 0xFFFF) - (b & 0xFFFF)
+        return high.astype(jnp.float32) * 65536 + low.astype(jnp.float32)
 
     @classmethod
-    def of(cls, x, spare, reach):
+    def of(cls, x, spare, reach, ahead):
         return cls(spare and isinstance(x.kv_positions, Range))
 
     def numbers(self, x, ahead):
@@ -240,16 +255,16 @@ class LinearInKey(_DifferenceOfTokens):
         """Known only if the mask hides keys ahead."""
         if not hides_ahead(x.mask):
             return None
-        farthest = as_array(x.q_positions).max() - as_array(x.kv_positions).min()
-        return jnp.maximum(0, numbers["slopes"] * farthest.astype(jnp.float32))
+        farthest = self.minus(as_array(x.q_positions).max(), as_array(x.kv_positions).min())
+        return jnp.maximum(0, numbers["slopes"] * farthest)
 
     def of_queries(self, config, x, side):
-        return x.bias["slopes"][None, :, None] * super().of_queries(config, x, side).astype(jnp.float32)
+        return x.bias["slopes"][None, :, None] * super().of_queries(config, x, side)
 
     def own(self, row):
         if row.config.ranged[0]:
             return self.times(row, jax.lax.broadcasted_iota(jnp.int32, (1, row.blocks.q), 1))
-        return self.times(row, row.x.numbers[0][0][...] - self.origins(row, 0)[0])
+        return self.times(row, self.minus(row.x.numbers[0][0][...], self.origins(row, 0)[0]))
 
     def counted(self, config, x, side, step=1):
         if not config.ranged[side]:
@@ -273,7 +288,7 @@ class LinearInKey(_DifferenceOfTokens):
         shape = 1, row.blocks.k
         if row.config.ranged[1]:
             return self.times(row, -jax.lax.broadcasted_iota(jnp.int32, shape, 1))
-        return self.times(row, self.origins(row, tile.index)[1] - row.buffers.numbers[0][tile.slot])
+        return self.times(row, self.minus(self.origins(row, tile.index)[1], row.buffers.numbers[0][tile.slot]))
 
     def column_of_keys(self, row):
         return row.x.bias.scalars[row.head] * -self._keys_ahead(row)
@@ -291,15 +306,16 @@ class LinearInKey(_DifferenceOfTokens):
         """Distance of the keys from the first one of their block, a float32 column."""
         if row.config.ranged[1]:
             return jax.lax.broadcasted_iota(jnp.int32, (row.blocks.k, LANES), 0).astype(jnp.float32)
-        return (row.sums.columns[0][...] - self.origins(row, 0)[1]).astype(jnp.float32)
+        return self.minus(row.sums.columns[0][...], self.origins(row, 0)[1])
 
     def _queries_ahead(self, row: TileRow, tile: Tile, first: int):
         """Distance of the queries of a part from the first key of the block, a float32 row."""
         part = row.blocks.part
         q, k = self.origins(row, tile.index)
         if row.config.ranged[0]:
-            return (q + first - k + jax.lax.broadcasted_iota(jnp.int32, (1, part), 1)).astype(jnp.float32)
-        return (row.buffers.numbers[0][tile.slot, :, first : first + part] - k).astype(jnp.float32)
+            within = first + jax.lax.broadcasted_iota(jnp.int32, (1, part), 1)
+            return self.minus(q, k) + within.astype(jnp.float32)
+        return self.minus(row.buffers.numbers[0][tile.slot, :, first : first + part], k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,15 +391,17 @@ class ByDistance(KernelBias):
                 "a bias by distance needs positions that are ranges (packed documents may share one range: distances "
                 "are the same); use 'blockwise'"
             )
-        if (why := _int32_refusal(x)) is not None:
-            return why
+        if _leaves_int32(x):
+            return (
+                "q_positions and kv_positions are 2^31 or more apart, and these distances exceed int32; use 'blockwise'"
+            )
         if _sums_by_distance(x) > target().vmem // 2:
             return "the gradient of a bias by distance does not fit in fast memory at this length; use 'blockwise'"
         return None
 
     @classmethod
-    def of(cls, x, spare, reach):
-        return cls(_band(x, reach), x.bias.constant_from)
+    def of(cls, x, spare, reach, ahead):
+        return cls(_band(x, reach, ahead), x.bias.constant_from)
 
     def numbers(self, x, ahead):
         """For each head ``values`` at distances ``-keys`` to ``queries - 1``, and ``edges`` far behind and ahead."""
@@ -393,8 +411,11 @@ class ByDistance(KernelBias):
             found = x.bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0]
             return _in_base_2(jnp.broadcast_to(found.astype(jnp.float32), (heads, len(distances))))
 
-        edge = self.constant_from or 0
-        return {"values": values(ahead + np.arange(queries + keys) - keys), "edges": values(np.array([edge, -edge]))}
+        distances, edge = ahead + np.arange(queries + keys) - keys, self.constant_from or 0
+        if isinstance(ahead, int):
+            # Those of padding may leave int32.
+            distances = np.clip(distances, -LARGEST, LARGEST)
+        return {"values": values(distances), "edges": values(np.array([edge, -edge]))}
 
     def most(self, x, numbers):
         return jnp.maximum(numbers["values"].max(-1), numbers["edges"].max(-1))
@@ -488,10 +509,6 @@ def _edge(tile: Tile) -> int:
     return int(tile.kind.reach == AHEAD)
 
 
-def _int32_refusal(x: Operands) -> str | None:
-    return "distances exceed int32, which the kernels use; use 'blockwise'" if _leaves_int32(x) else None
-
-
 def _leaves_int32(x: Operands) -> bool:
     """Whether distances are known to exceed int32."""
     if not all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions)):
@@ -506,22 +523,22 @@ _LARGEST_BLOCKS = 4096
 
 def _sums_by_distance(x: Operands) -> int:
     """Bytes of two copies of the backward sums, 8 float32 numbers for each distance and head of a group."""
-    first, stop = _band(x, _LARGEST_BLOCKS)
+    first, stop = _band(x, _LARGEST_BLOCKS, x.q_positions.start - x.kv_positions.start)
     return 2 * x.q.shape[2] * (stop - first) * LANES * 32
 
 
-def _band(x: Operands, reach: int) -> tuple[int, int]:
+def _band(x: Operands, reach: int, ahead) -> tuple[int, int]:
     """Rows of 128 distances, between ``-keys`` and ``queries``, where a bias by distance varies, as ``(first, stop)``.
 
-    Tiles at the ends of the band read up to ``reach`` more distances, the sum of their queries and keys.
+    ``ahead`` is the distance of the first query from the first key, an array if it is not known when tracing. Tiles
+    at the ends of the band read up to ``reach`` more distances, the sum of their queries and keys.
     """
     queries, keys = x.q.shape[3], x.k.shape[2]
     rows = -(-(queries + keys) // LANES)
-    starts = [p.start for p in (x.q_positions, x.kv_positions)]
     edge = x.bias.constant_from
-    if edge is None or not all(isinstance(start, int) for start in starts):
+    if edge is None or not isinstance(ahead, int):
         return 0, rows
-    middle, aside = keys - (starts[0] - starts[1]), edge + reach + LANES
+    middle, aside = keys - ahead, edge + reach + LANES
     # At least what one tile reads.
     least = min(rows, reach // LANES)
     first = min(max(0, (middle - aside) // LANES), rows - least)

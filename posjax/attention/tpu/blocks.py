@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from posjax._numbers import LARGEST
 from posjax.attention.operands import Operands
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
@@ -115,8 +116,10 @@ def _tiles(x: Operands, blocks: Blocks, q_blocks: int, k_blocks: int) -> tuple[f
         return q_blocks * k_blocks, q_blocks * k_blocks
     if not known or jax.tree.leaves(x.mask):
         return (q_blocks * k_blocks + q_blocks) / 2, (q_blocks * k_blocks - q_blocks) / 2
-    q = block_bounds(Range(x.q_positions.start, q_blocks * blocks.q), blocks.q)
-    k = block_bounds(Range(x.kv_positions.start, k_blocks * blocks.k), blocks.k)
+    starts, tokens = (x.q_positions.start, x.kv_positions.start), (q_blocks * blocks.q, k_blocks * blocks.k)
+    # Positions of padding may leave int32; about the same tiles are visited a little earlier.
+    beyond = max(0, *(start + more - 1 - LARGEST for start, more in zip(starts, tokens, strict=True)))
+    q, k = (block_bounds(Range(starts[n] - beyond, tokens[n]), blocks[n]) for n in range(2))
     some, every = (np.broadcast_to(a, (q_blocks, k_blocks)) for a in x.mask.tiles(q, k))
     return some.sum(), (some & every).sum()
 

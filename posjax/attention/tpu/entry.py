@@ -211,12 +211,14 @@ def _prepared(x: Operands, options: Options, running: bool) -> tuple[Inputs, Ker
     """The arrays of a call, and its static part; ``running`` if it adds to earlier results."""
     check((why := refusal(x)) is None, f"implementation='tpu': {why}")
     on = target() if options.on is None else options.on
+    places = x.q_positions, x.kv_positions
+    ahead = places[0].start - places[1].start if all(isinstance(p, Range) for p in places) else 0
+    # Ranges that padding would lead out of int32 become arrays here.
     x, blocks = _padded(x, options.blocks, on, running)
     ranged = isinstance(x.q_positions, Range), isinstance(x.kv_positions, Range)
     starts = [p.start if isinstance(p, Range) else 0 for p in (x.q_positions, x.kv_positions)]
-    ahead = starts[0] - starts[1] if all(ranged) else 0
     spare = on.wide and x.q.dtype == jnp.bfloat16 and x.q.shape[-1] == LANES
-    bias = form_of(x).of(x, spare, blocks[1].q + blocks[1].k)
+    bias = form_of(x).of(x, spare, blocks[1].q + blocks[1].k, ahead)
     of_queries, of_keys = (plan_tiles(x, each, constant_from=bias.constant_from, ahead=ahead) for each in blocks)
     of_keys = of_keys.with_every_query
     bias_numbers = bias.numbers(x, ahead)
