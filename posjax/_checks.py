@@ -132,7 +132,7 @@ def _host(value: Any) -> str:
 
 def check_flag(name: str, value: Any) -> None:
     """Raises unless ``value`` is True or False: the text "false" would count as true."""
-    check(isinstance(value, bool), f"{name} must be True or False, found {shown(value)}")
+    check(isinstance(value, bool | np.bool_), f"{name} must be True or False, found {shown(value)}")
 
 
 def check_flags(spec: Any, prefix: str = "") -> None:

@@ -111,7 +111,8 @@ def attention(
         return_residuals: also return the log-sum-exp of every query, sinks included, float32
             ``[batch, queries, heads]``; for a query that sees no key it is the sink, or minus infinity without one. Its
             gradient is exact, so parts of a longer sequence can be merged; give the sinks to one part only. It is
-            rounded: under an additive mask of -1e9 it is -1e9 for any number of keys, so such parts merge equally.
+            rounded: under an additive mask of -1e9 it is -1e9 for any number of keys, so parts that are merged by it
+            get equal weights there.
 
     Returns:
         The output in the dtype of ``v``, or the pair of output and log-sum-exp.

@@ -106,7 +106,7 @@ def per_query_of(rows: Rows, lse: Array, cotangents: Rows, summed: Callable[...,
 def plain_per_query_of(
     rows: Rows, lse: Array, cotangents: Rows, summed: Callable[..., Array], factor: Array | float = 1.0
 ) -> PerQuery:
-    """``per_query_of`` where the cotangents of outputs stay as they are: multiplied by ``exp(-rest)``, or almost 1."""
+    """``per_query_of`` for cotangents of outputs that are multiplied by ``exp(-rest)`` already, or need not be."""
     blind = jnp.isneginf(lse)
     d_lse = jnp.where(blind, 0, cotangents.lse)
     correction = summed(cotangents.out, rows.out, lse.dtype) - factor * d_lse

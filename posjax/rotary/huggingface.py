@@ -37,11 +37,12 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 }
 # Keys that do not affect the frequencies of text, and one that transformers does not read.
 _IGNORED = ("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings", "finetuned")
-_IGNORED += ("attn_factor",)
+_IGNORED += ("interleaved", "attn_factor")
 _SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_dim")
 _BASES = ("rope_theta", "rotary_emb_base")
-_LAYER_BASES = ("rope_local_base_freq", "global_rope_theta", "local_rope_theta", "compress_rope_theta")
+_LAYER_BASES = ("rope_local_base_freq", "rope_global_base_freq", "global_rope_theta", "local_rope_theta")
+_LAYER_BASES += ("compress_rope_theta",)
 _SETTINGS = ("rope_parameters", "rope_scaling")
 _KEYS = (*_SETTINGS, *_BASES, *_LAYER_BASES, *_SHARES)
 _UNKNOWN: dict[str, Any] = dict.fromkeys((*_BASES, *_SHARES))
@@ -114,7 +115,9 @@ def _as_mapping(config: Any) -> Config:
 def _row(config: Config, inner: Config) -> Config:
     """The row of the model type. Raises ValueError for a type without rope, and for one whose base nothing says."""
     for key in config:
-        near = () if key in _KEYS else get_close_matches(str(key), _KEYS, n=1, cutoff=0.85)
+        # A key that contains a known one, such as swa_rope_theta, is another key.
+        known = any(other in str(key) for other in _KEYS)
+        near = () if known else get_close_matches(str(key), _KEYS, n=1, cutoff=0.92)
         check(not near, f"unknown key {shown(key)}; did you mean {near[0] if near else None!r}?")
     name = str(config.get("model_type"))
     says_base = bool(inner) or any(config.get(key) is not None for key in (*_BASES, *_LAYER_BASES))
@@ -165,23 +168,26 @@ def _check_read(config: Config, row: Config, rules: list[FrequencyRule]) -> None
     name = config.get("model_type")
     unread = "rope_parameters" in row.get("unread", ()) and any(config.get(key) for key in _SETTINGS)
     check(not unread, f"rope_parameters: transformers does not read them for {name!r}; leave them out")
-    partial = any(key in row for key in _SHARES)
-    for key, field, group in (
-        ("rope_theta", "base", _BASES),
-        ("partial_rotary_factor", None, _SHARES if partial else ()),
-    ):
-        value, read = config.get(key), [other for other in group if _reads(row, other)]
-        if value is None or not group or key in read:
-            continue
-        effects = sorted({getattr(rule, field or key) for rule in rules})
-        check(
-            effects == [value],
-            f"{key} {shown(value)}: transformers reads {(read or ['rope_parameters'])[0]} for {name}, which gives "
-            f"{shown(effects)} here; write it there if that is intended",
-        )
-    bases = config.get("layer_rope_theta")
-    for base in bases if isinstance(bases, list | tuple) else ():
-        check(base in (0, *(rule.base for rule in rules)), f"layer_rope_theta {shown(base)}: layers of several bases")
+    for group in ((*_BASES, *_LAYER_BASES), _SHARES):
+        read = [key for key in group if _reads(row, key)]
+        for key in (key for key in group if key not in read):
+            value, effects = config.get(key), _effects(key, rules)
+            check(
+                value is None or value in effects,
+                f"{key} {shown(value)}: transformers reads {(read or ['rope_parameters'])[0]} for {name}, which gives "
+                f"{shown(effects)} here; write it there if that is intended",
+            )
+    for key, of_one in (("layer_rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
+        values, known = config.get(key), (0, *_effects(of_one, rules))
+        several = isinstance(values, list | tuple) and not all(value in known for value in values)
+        check(not several, f"{key} {shown(values)}: layers that differ; give rope_parameters by layer type")
+
+
+def _effects(key: str, rules: list[FrequencyRule]) -> list[float]:
+    """What the rules have in place of a setting."""
+    if key == "rotary_dim":
+        return sorted({rule.rotary_dim() for rule in rules if rule.head_dim is not None})
+    return sorted({rule.partial_rotary_factor if key in _SHARES else rule.base for rule in rules})
 
 
 # --- settings by layer type -------------------------------------------------------------------------------------------
@@ -370,7 +376,7 @@ def _check_same_width(width: int, share: float, size: int | None, config: Config
 
 def _head_dim(config: Config, row: Config, layer: str | None) -> int | None:
     """The size of a head: written, or the model type's, else model size / heads. None if nothing says it."""
-    if config.get("per_layer_config"):
+    if config.get("per_layer_config") and row is _UNKNOWN:
         return None
     names = row.get("names", {})
     if layer == "full_attention" and (found := config.get("global_head_dim") or row.get("global_head_dim")):

@@ -177,6 +177,9 @@ OLMO3 = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings":
          Plain(head_dim=64)),
         ({"model_type": "my_latent", **MLA, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
          Plain(head_dim=64)),
+        ({"model_type": "modernbert", "head_dim": 16, "rope_theta": 1.6e5},
+         {"full_attention": Plain(1.6e5, head_dim=16), "sliding_attention": Plain(head_dim=16)}),
+        ({"model_type": "llama", "head_dim": 64, "rotary_pct": 1.0, "swa_rope_theta": 1e4}, Plain(head_dim=64)),
         ({"model_type": "my_own", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
          Plain(5e5, partial_rotary_factor=0.5)),
         ({"model_type": "falcon", "alibi": False, "hidden_size": 64, "num_attention_heads": 1}, Plain(head_dim=64)),
@@ -272,6 +275,11 @@ def test_rules_without_a_type_round_trip_in_value():
         ({"hidden_size": 64, "num_attention_heads": 4}, "config says nothing of rope: give its base"),
         ({"model_type": "my_own", "hidden_size": 64}, "'my_own' is not known: give its base"),
         ({"model_type": "my_own", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'my_own' is not known: give"),
+        ({**MODEL, "rotary_emb_base": 1e6}, "rotary_emb_base 1000000.0: transformers reads rope_theta for llama"),
+        ({**MODEL, "rotary_pct": 0.25}, "rotary_pct 0.25: transformers reads"),
+        ({**MODEL, "rope_local_base_freq": 1e5}, "rope_local_base_freq 100000.0: transformers reads"),
+        ({"model_type": "minimax", "head_dim": 128, "rotary_dim": 64}, "rotary_dim 64: transformers reads"),
+        ({"model_type": "step3p5", "head_dim": 128, "partial_rotary_factors": [0.5, 1.0]}, "layers that differ"),
         ({**MODEL, "rope_thetta": 5e5}, "unknown key 'rope_thetta'; did you mean 'rope_theta'"),
         ({**MODEL, "rope_scalling": {"type": "linear", "factor": 2.0}}, "did you mean 'rope_scaling'"),
         ({"model_type": "gpt2", "n_embd": 64, "n_head": 4}, "'gpt2' has no rotary positions"),
@@ -344,13 +352,12 @@ def refusal(config):
     return ""
 
 
-@pytest.mark.parametrize("key", [*MODEL, *YARN, "rope_parameters", "rope_scaling", "partial_rotary_factor", LONG])
 @pytest.mark.parametrize("value", [LONG, {LONG: 3}, {LONG: {LONG: LONG}}, [LONG]], ids=("text", "key", "layer", "list"))
-def test_a_message_does_not_repeat_a_long_value(key, value):
-    configs = (
-        {**MODEL, "rope_parameters": YARN | {key: value}},
-        {**MODEL, key: value},
-        {"rope_theta": 1e4, key: value},
-    )
-    for config in (*configs, {"model_type": "gemma3_text", "rope_scaling": {key: value}}, {**MLA_MODEL, key: value}):
-        assert len(refusal(config)) < 500
+def test_a_message_does_not_repeat_a_long_value(value):
+    found = []
+    for key in (*MODEL, *YARN, "rope_parameters", "rope_scaling", "partial_rotary_factor", LONG):
+        configs = ({**MODEL, "rope_parameters": YARN | {key: value}}, {**MODEL, key: value})
+        configs += ({"rope_theta": 1e4, key: value}, {"model_type": "gemma3_text", "rope_scaling": {key: value}})
+        found += [refusal(config) for config in (*configs, {**MLA_MODEL, key: value})]
+    assert sum(map(bool, found)) > 25
+    assert max(map(len, found)) < 500

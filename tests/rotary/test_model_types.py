@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from posjax.rotary import from_hf
+from posjax.rotary import from_hf, model_types
 from posjax.rotary.model_types import MODEL_TYPES, NO_ROTARY, UNREADABLE
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import model_types as theirs
+import transformers
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
@@ -79,6 +80,17 @@ def test_a_setting_is_read_as_in_transformers_or_refused(types, case):
     assert list(found.values()).count("same") > 15
 
 
+def test_a_configuration_as_transformers_writes_it_has_its_rule(types):
+    """With all keys, also those that it computes, such as the sizes of Gemma 4's layers."""
+    written = {name: cls().to_dict() for name, cls in types.items()}
+    rotated = {name: theirs.tried(cls, written[name]) for name, cls in types.items()}
+    found = {name: difference(written[name], rotated[name]) for name in types if rotated[name]}
+    assert len(found) > 150
+    assert {name: what for name, what in found.items() if what not in ("same", "refused")} == {}
+    assert list(found.values()).count("refused") < 12
+
+
+@pytest.mark.skipif(transformers.__version__ not in model_types.__doc__, reason="the table is of another release")
 @pytest.mark.parametrize("name", ["glm", "gpt_neox", "apertus", "gemma3_text", "olmo3", "deepseek_v4", "zamba2"])
 def test_the_script_finds_the_rows_of_the_table(types, name):
     assert theirs.row(types[name], name) == MODEL_TYPES[name]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 
 import jax
@@ -50,7 +51,9 @@ class Draws:
     def __post_init__(self):
         for name in ("tokens", "temperature", "top_k", "seed"):
             option, value = f"--{name.replace('_', '-')}", getattr(self, name)
-            check(name == "temperature" or isinstance(value, int), f"{option} must be a whole number, found {value}")
+            check(
+                name == "temperature" or isinstance(value, Integral), f"{option} must be a whole number, found {value}"
+            )
             check(math.isfinite(value), f"{option} must be a finite number, found {value}")
             check(value >= 0, f"{option} must not be negative, found {value}")
             check(value < 2**32, f"{option} must be below 2**32, found {value}")

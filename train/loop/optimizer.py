@@ -52,7 +52,7 @@ def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformati
         optax.add_decayed_weights(config.weight_decay, _map_axes(is_matrix, axes)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-    # A chain in a chain: the shape of the state in saved checkpoints.
+    # A chain in a chain: with AdamW, the shape of the state in checkpoints that were saved before.
     chosen = optax.chain(optax.clip_by_global_norm(config.clip_norm), unclipped)
     if config.trainable:
         chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, param_labels(config, axes))

@@ -130,8 +130,9 @@ def _check_range(parameters: Sequence[Stored], dtype: str | None) -> None:
     """Raises ValueError, on every process, for a number that would be infinite in the dtype."""
     if dtype is None:
         return
-    found = {name: 0.0 for parameter in parameters for name in parameter.tensors}
-    for name, _, values in (part for parameter in parameters for part in _parts(parameter)):
+    narrowed = [parameter for parameter in parameters if not np.can_cast(parameter.leaf.dtype, np.dtype(dtype))]
+    found = {name: 0.0 for parameter in narrowed for name in parameter.tensors}
+    for name, _, values in (part for parameter in narrowed for part in _parts(parameter)):
         found[name] = max(found[name], overflow(values, np.dtype(dtype)))
     everywhere = process_allgather(np.array(list(found.values()))).reshape(-1, len(found)).max(0)
     for name, largest in zip(found, everywhere, strict=True):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from posjax.nn import Decoder
+from posjax.nn import Decoder, save_pretrained
 from posjax.nn.huggingface import files, read_config
+from posjax.nn.huggingface.files import TensorFolder
 
 VOCAB = 101
 SPECIAL = {"vocab_size": VOCAB, "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -193,3 +194,14 @@ def refuse(words, function, *arguments, **options):
     text = str(caught.value)
     assert "\n" not in text
     assert [word for word in words if word not in text] == [], text
+
+
+def rewritten(model, folder, change):
+    """A folder with the model, after ``change`` has edited its tensors."""
+    save_pretrained(model, folder / "before")
+    source = TensorFolder(folder / "before")
+    tensors = {name: np.array(source.tensor(name)) for name in source.entries}
+    (folder / "after").mkdir(parents=True)
+    write_tensors(folder / "after", change(tensors))
+    (folder / "after" / "config.json").write_bytes((folder / "before" / "config.json").read_bytes())
+    return folder / "after"

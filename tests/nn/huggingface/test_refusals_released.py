@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,17 +29,6 @@ def decoder(**options):
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def rewritten(model, folder, change):
-    """A folder with the model, after ``change`` has edited its tensors."""
-    save_pretrained(model, folder / "before")
-    source = TensorFolder(folder / "before")
-    tensors = {name: np.array(source.tensor(name)) for name in source.entries}
-    (folder / "after").mkdir(parents=True)
-    released.write_tensors(folder / "after", change(tensors))
-    (folder / "after" / "config.json").write_bytes((folder / "before" / "config.json").read_bytes())
-    return folder / "after"
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -72,43 +60,8 @@ TENSORS = {
 @pytest.mark.parametrize("dtype", ["float32", None])
 def test_tensors_that_do_not_fit_the_config(name, dtype, tmp_path):
     change, words = TENSORS[name]
-    folder = rewritten(released.random_decoder(LLAMA), tmp_path, change)
+    folder = released.rewritten(released.random_decoder(LLAMA), tmp_path, change)
     refuse(words, from_pretrained, folder, dtype=dtype)
-
-
-def renamed(tensors, old, new):
-    return {new if name == old else name: tensor for name, tensor in tensors.items()}
-
-
-EMBEDDINGS = {
-    "llama": "model.embed_tokens.weight",
-    "cohere2": "model.embed_tokens.weight",
-    "gpt2": "transformer.wte.weight",
-    "bloom": "transformer.word_embeddings.weight",
-    "gpt_neox": "gpt_neox.embed_in.weight",
-}
-
-
-@pytest.mark.parametrize("name", EMBEDDINGS)
-def test_a_tied_model_needs_only_one_of_embedding_and_head(name, tmp_path):
-    heads = ["lm_head.weight", "embed_out.weight"] if name == "gpt_neox" else ["lm_head.weight"]
-    model = released.random_decoder(released.CASES[name], tie_word_embeddings=True)
-    for head in heads:
-        folder = rewritten(model, tmp_path / head, lambda tensors, head=head: renamed(tensors, EMBEDDINGS[name], head))
-        assert TensorFolder(folder).entries.keys() & {EMBEDDINGS[name], *heads} == {head}
-        chex.assert_trees_all_equal(*map(released.parameters, (from_pretrained(folder), model)))
-
-
-@pytest.mark.parametrize(("name", "head"), [("llama", "lm_head.weight"), ("gpt_neox", "embed_out.weight")])
-@pytest.mark.parametrize("missing", ["embedding", "head"])
-def test_an_untied_model_needs_both(name, head, missing, tmp_path):
-    lost, kept = (head, EMBEDDINGS[name]) if missing == "head" else (EMBEDDINGS[name], head)
-    model = released.random_decoder(released.CASES[name], tie_word_embeddings=False)
-    folder = rewritten(model, tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != lost})
-    words = [f"tensor {lost!r} is missing", "tie_word_embeddings=true", repr(kept)]
-    refuse(words, from_pretrained, folder)
-    neither = rewritten(model, tmp_path / "2", lambda tensors: {k: v for k, v in tensors.items() if v.shape[0] != 101})
-    refuse([f"tensor {EMBEDDINGS[name]!r} is missing"], from_pretrained, neither)
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
@@ -301,15 +254,15 @@ def test_the_attn_factor_of_a_released_model_is_not_read():
 
 @pytest.mark.parametrize("case", released.CASES)
 def test_a_message_does_not_repeat_a_long_value(case):
+    found = []
     for key in (*released.CASES[case], "rope_scaling", "quantization_config", "is_causal", "head_dim"):
         for value in ("x" * 3000, ["x" * 3000], {"quant_method": "x" * 3000}):
             try:
                 read_config(released.CASES[case] | {key: value})
             except ValueError as error:
-                found = str(error)
-            else:
-                found = ""
-            assert len(found) < 600, (key, found[:700])
+                found.append(str(error))
+    assert len(found) > 20
+    assert max(map(len, found)) < 600
 
 
 @pytest.mark.parametrize("case", released.CASES)
@@ -599,29 +552,9 @@ def test_buffers_of_old_releases_and_names_without_a_prefix(name, tmp_path):
     def older(tensors):
         return {key.removeprefix(prefix): x for key, x in (tensors | buffers(name, OLD[name])).items()}
 
-    folder = rewritten(model, tmp_path, older)
+    folder = released.rewritten(model, tmp_path, older)
     found = from_pretrained(folder)
     jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
     # Buffers are not parameters, so they are not written back.
     save_pretrained(found, tmp_path / "back", like=folder)
     assert TensorFolder(tmp_path / "back").entries.keys() == TensorFolder(tmp_path / "before").entries.keys()
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama-yarn", "bloom", "mpt", "falcon"])
-def test_a_tied_head_may_be_stored_all_the_same(name, tmp_path):
-    values = released.CASES[name] | {"tie_word_embeddings": True}
-    views = FAMILIES[values["model_type"]].tensors(read_config(values))
-    head, embedding = views["head"].name, views["embed"].name
-    model = released.random_decoder(values)
-    folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: tensors[embedding]})
-    assert head in TensorFolder(folder).entries
-    found = from_pretrained(folder)
-    jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
-
-
-def test_a_head_that_differs_from_its_tied_embedding_is_refused(tmp_path):
-    model = released.random_decoder(released.CASES["llama-yarn"])
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: tensors[embedding] + 1})
-    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding, though config\.json ties them"):
-        from_pretrained(folder)

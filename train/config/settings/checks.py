@@ -19,7 +19,7 @@ def check_positive(section: str, owner: Any, *names: str) -> None:
         check(value > 0, f"{section}.{name} must be positive, found {value}")
 
 
-def check_length(name: str, value: int) -> None:
+def check_row_length(name: str, value: int) -> None:
     """Raises for rows of more tokens than int32 positions can count."""
     check(value < 2**31, f"{name} must be below 2**31, the number of positions, found {value}")
 

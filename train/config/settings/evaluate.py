@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from train.config.settings.checks import check, check_distinct, check_length, check_positive, unknown
+from train.config.settings.checks import check, check_distinct, check_positive, check_row_length, unknown
 from train.config.settings.train import MeshConfig
 
 SECTIONS = {
@@ -152,7 +152,7 @@ class EvaluateConfig:
     def _check_lengths(self, name: str, lengths: tuple[int, ...]) -> None:
         """Raises ValueError for lengths that do not rise from 2, or exceed the tokens computed at a time."""
         check(min(lengths, default=2) > 1, f"{name} must all be above 1, found {min(lengths, default=2)}")
-        check_length(name, max(lengths, default=2))
+        check_row_length(name, max(lengths, default=2))
         rising = all(a < b for a, b in pairwise(lengths))
         check(rising, f"{name} must rise, found {list(lengths)}")
         longest = max(lengths, default=0)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from train.config.settings.checks import check, check_fraction, check_length, check_positive, divisor_near, unknown
+from train.config.settings.checks import check, check_fraction, check_positive, check_row_length, divisor_near, unknown
 
 STRATEGY_NAMES = ("auto", "ring", "all-gather", "ulysses", "ring-ulysses", "neighbour")
 
@@ -109,7 +109,7 @@ class TrainConfig:
 
     def __post_init__(self):
         check_positive("train", self, "length", "batch_tokens", "learning_rate", "clip_norm")
-        check_length("train.length", self.length)
+        check_row_length("train.length", self.length)
         check(self.steps >= 0, f"train.steps must be at least 0, found {self.steps}")
         check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
         check_positive("train", self, "accumulate", "loss_chunks", "stop_after_skips")

@@ -1,0 +1,67 @@
+"""Tied models, whose files may hold the embedding, the head or both, under any of their names."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+from nn.huggingface import released
+from nn.huggingface.released import refuse, rewritten
+
+from posjax.nn import from_pretrained
+from posjax.nn.huggingface import FAMILIES, read_config
+from posjax.nn.huggingface.files import TensorFolder
+
+
+def renamed(tensors, old, new):
+    return {new if name == old else name: tensor for name, tensor in tensors.items()}
+
+
+EMBEDDINGS = {
+    "llama": "model.embed_tokens.weight",
+    "cohere2": "model.embed_tokens.weight",
+    "gpt2": "transformer.wte.weight",
+    "bloom": "transformer.word_embeddings.weight",
+    "gpt_neox": "gpt_neox.embed_in.weight",
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_a_tied_model_needs_only_one_of_embedding_and_head(name, tmp_path):
+    heads = ["lm_head.weight", "embed_out.weight"] if name == "gpt_neox" else ["lm_head.weight"]
+    model = released.random_decoder(released.CASES[name], tie_word_embeddings=True)
+    for head in heads:
+        folder = rewritten(model, tmp_path / head, lambda tensors, head=head: renamed(tensors, EMBEDDINGS[name], head))
+        assert TensorFolder(folder).entries.keys() & {EMBEDDINGS[name], *heads} == {head}
+        chex.assert_trees_all_equal(*map(released.parameters, (from_pretrained(folder), model)))
+
+
+@pytest.mark.parametrize(("name", "head"), [("llama", "lm_head.weight"), ("gpt_neox", "embed_out.weight")])
+@pytest.mark.parametrize("missing", ["embedding", "head"])
+def test_an_untied_model_needs_both(name, head, missing, tmp_path):
+    lost, kept = (head, EMBEDDINGS[name]) if missing == "head" else (EMBEDDINGS[name], head)
+    model = released.random_decoder(released.CASES[name], tie_word_embeddings=False)
+    folder = rewritten(model, tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != lost})
+    words = [f"tensor {lost!r} is missing", "tie_word_embeddings=true", repr(kept)]
+    refuse(words, from_pretrained, folder)
+    neither = rewritten(model, tmp_path / "2", lambda tensors: {k: v for k, v in tensors.items() if v.shape[0] != 101})
+    refuse([f"tensor {EMBEDDINGS[name]!r} is missing"], from_pretrained, neither)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-yarn", "bloom", "mpt", "falcon"])
+def test_a_tied_head_may_be_stored_all_the_same(name, tmp_path):
+    values = released.CASES[name] | {"tie_word_embeddings": True}
+    views = FAMILIES[values["model_type"]].tensors(read_config(values))
+    head, embedding = views["head"].name, views["embed"].name
+    model = released.random_decoder(values)
+    folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: tensors[embedding]})
+    assert head in TensorFolder(folder).entries
+    found = from_pretrained(folder)
+    jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, model)))
+
+
+def test_a_head_that_differs_from_its_tied_embedding_is_refused(tmp_path):
+    model = released.random_decoder(released.CASES["llama-yarn"])
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    folder = rewritten(model, tmp_path, lambda tensors: tensors | {head: tensors[embedding] + 1})
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding, though config\.json ties them"):
+        from_pretrained(folder)
