@@ -93,16 +93,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1",
     ): "of the seed: only the shapes of the parameters are used",
     (
-        "posjax/attention/online.py",
-        "total = jnp.where(seen, self.total, 1)",
-        "2",
-    ): "for a row that sees nothing, the sum that is divided is 0, and the logarithm is not used",
-    (
-        "posjax/attention/api.py",
-        "finite = jnp.where(seen, lse, 0)",
-        "1",
-    ): "for a row that sees nothing, neither this number nor anything computed from it is used",
-    (
         "posjax/rotary/base.py",
         "columns = math.isqrt(stop - start) + 1",
         "2",
@@ -222,11 +212,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "one = narrowed(self, queries=(0, 1), keys=(0, 1))",
         "1",
     ): "of both starts: only the shape of the tile is used",
-    (
-        "posjax/attention/operands.py",
-        "finite = jnp.where(jnp.isneginf(lse), 0, lse)",
-        "1",
-    ): "exp(-inf) is 0, whatever finite number is subtracted",
     (
         "posjax/attention/operands.py",
         "return np.zeros(leaf.shape, jax.dtypes.float0)",

@@ -182,7 +182,8 @@ def is_plain(x: Operands) -> bool:
     the scores, which no additive mask hides. What rounding them loses, 6e-8 of the score, is less than what rounding
     the weights to bfloat16 loses, up to scores of 30,000.
     """
-    same = isinstance(x.q_positions, Range) and x.q_positions.is_static and x.q_positions == x.kv_positions
+    places = x.q_positions, x.kv_positions
+    same = all(isinstance(each, Range) and each.is_static for each in places) and places[0] == places[1]
     narrow = x.q.dtype == jnp.bfloat16
     return same and narrow and form_of(x) in (KernelBias, LinearInKey, Gates) and not x.remap and _sees_itself(x.mask)
 
