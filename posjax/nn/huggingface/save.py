@@ -128,9 +128,9 @@ def _check_empty(path: str | Path, names: Sequence[str]) -> None:
 
 def _check_range(parameters: Sequence[Stored], dtype: str | None) -> None:
     """Raises ValueError, on every process, for a number that would be infinite in the dtype."""
-    if dtype is None:
+    narrowed = [each for each in parameters if dtype and not np.can_cast(each.leaf.dtype, np.dtype(dtype))]
+    if not narrowed:
         return
-    narrowed = [parameter for parameter in parameters if not np.can_cast(parameter.leaf.dtype, np.dtype(dtype))]
     found = {name: 0.0 for parameter in narrowed for name in parameter.tensors}
     for name, _, values in (part for parameter in narrowed for part in _parts(parameter)):
         found[name] = max(found[name], overflow(values, np.dtype(dtype)))
