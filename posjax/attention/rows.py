@@ -97,10 +97,11 @@ def per_query_of(rows: Rows, lse: Array, cotangents: Rows, summed: Callable[...,
             output: its cotangents may be NaN and are replaced by 0.
         summed: an implementation of ``row_sums``.
     """
-    factor = jnp.exp(-rows.rest)[..., None]
-    d_out = jnp.where(jnp.isneginf(lse)[..., None], 0, cotangents.out.astype(factor.dtype) * factor)
-    cotangents = cotangents._replace(out=d_out.astype(cotangents.out.dtype))
-    return plain_per_query_of(rows, lse, cotangents, summed, factor[..., 0])
+    factor = jnp.where(jnp.isneginf(lse), 0, jnp.exp(-rows.rest))
+    # One array with an axis of features, in the dtype of the cotangents: on TPUs a second one costs a pass over memory.
+    wide = factor[..., None].astype(cotangents.out.dtype)
+    cotangents = cotangents._replace(out=jnp.where(wide == 0, 0, cotangents.out * wide))
+    return plain_per_query_of(rows, lse, cotangents, summed, factor)
 
 
 def plain_per_query_of(
