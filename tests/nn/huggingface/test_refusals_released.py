@@ -67,6 +67,14 @@ def test_tensors_that_do_not_fit_the_config(name, dtype, tmp_path):
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 CONFIGS = {
+    "base of another family": (
+        LLAMA | {"rope_local_base_freq": 55.0, "rope_parameters": None},
+        ["config.json", "rope_local_base_freq 55.0", "rope_theta"],
+    ),
+    "share of another family": (
+        released.CASES["cohere2"] | {"rotary_pct": 0.5},
+        ["config.json", "rotary_pct 0.5", "partial_rotary_factor"],
+    ),
     "no model type": ({"vocab_size": 3}, ["config.json lacks model_type"]),
     "unknown": (LLAMA | {"model_type": "lama"}, ["model_type: unknown value 'lama'; did you mean 'llama'?"]),
     "several modalities": (
