@@ -5,9 +5,11 @@ damaged share blocks no other; then all agree on the outcome.
 """
 
 import gc
+import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,14 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
 
     Raises Damaged for other values. If reading fails for a reason other than damage, that error is raised.
     """
-    found, error = _attempt(lambda: _read(folder, wanted))
-    reason = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
-    if not reason:
-        arrays = by_name(names(found), digests(found))
-        problems = decide(lambda: integrity.differing(folder, arrays))
-    else:  # the files are damaged, or cannot be read
-        problems = damages(folder)
+    with _quiet_endings():
+        found, error = _attempt(lambda: _read(folder, wanted))
+        reason = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
+        if not reason:
+            arrays = by_name(names(found), digests(found))
+            problems = decide(lambda: integrity.differing(folder, arrays))
+        else:  # the files are damaged, or cannot be read
+            problems = damages(folder)
     if problems:
         raise Damaged(problems[0])
     if reason:
@@ -47,7 +50,6 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
 
 def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
     """The result of `read`, or its error; errors of the devices, such as too little memory, are raised."""
-    usual, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         return read(), None
     except jax.errors.JaxRuntimeError:
@@ -55,10 +57,22 @@ def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
     except Exception as error:  # Orbax raises errors of any kind for a damaged file
         traceback.clear_frames(error.__traceback__)
         return None, error
+
+
+@contextmanager
+def _quiet_endings() -> Iterator[None]:
+    """Orbax abandons the other readings when one fails: for each, Python would print a traceback when it has ended.
+
+    They end while all of the files are read again, to see which are damaged.
+    """
+    usual, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    logger = logging.getLogger("asyncio")
+    told, logger.disabled = logger.disabled, True
+    try:
+        yield
     finally:
-        # Orbax abandons the other readings when one fails; collected later, Python would print a traceback for each.
         gc.collect()
-        sys.unraisablehook = usual
+        sys.unraisablehook, logger.disabled = usual, told
 
 
 def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
