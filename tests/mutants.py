@@ -1,14 +1,14 @@
-"""Mutation testing: makes small changes in lines that compute, and checks that the test suite notices them.
+"""Mutation testing, by hand: makes small changes in lines that compute, and finds a test that notices each.
 
-    PYTHONPATH=.:tests pytest -p lines --lines=LINES
-    python tests/mutants.py LINES REPORT [--seed 0] [--count 100] [--workers 1]
+    python tests/mutants.py draw MUTANTS.json [--seed 0] [--count 100]
+    python tests/mutants.py judge MUTANTS.json REPORT.jsonl [--workers 1]
 
 A mutant is one change of one expression: a different operator, comparison or function, a number one larger, or a
-removed sign. The first command records in the folder LINES which test files run which lines (`tests/lines.py`). Each
-mutant is applied in a copy of the repository. Then the test files that run its line are run there, first those that run
-the least code; the first failure kills the mutant. If no test runs the line in its own process, the whole suite is run.
-REPORT is a file of JSON lines, one for each mutant; an interrupted run resumes from it. Changes that no test can
-notice, because the program behaves the same, are in `tests/equivalents.py` with the reason and are not drawn.
+removed sign. The first command draws mutants and writes each down with its line, so that the same ones can be judged
+again after tests or other code have changed. The second first runs the suite once, in a copy of the repository, to
+learn which tests evaluate the drawn expressions. Then it applies one mutant after the other and runs those tests; the
+first failure kills the mutant. REPORT has a JSON line for each mutant; an interrupted run resumes from it. Some mutants
+change nothing that anybody could notice.
 
 Two existing tools do not fit. mutmut replaces every function by one that chooses a mutant, which breaks ``jit`` and
 frozen dataclasses. cosmic-ray runs one command for all mutants, and changes annotations too.
@@ -25,15 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import Queue
-
-from equivalents import EQUIVALENT
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -78,15 +75,24 @@ class Mutant:
     last: int
     begin: int
     end: int
+    text: str  # the lines of the module
     now: str
     instead: str
 
-    def applied(self, text: str) -> str:
-        """The module's text with the change."""
-        lines = text.splitlines(keepends=True)
+    def applied(self, module: str, instead: str = "") -> str:
+        """The module's text with the change, or with another expression."""
+        lines = module.splitlines(keepends=True)
         head = lines[self.line - 1].encode()[: self.begin].decode()
         tail = lines[self.last - 1].encode()[self.end :].decode()
-        return "".join(lines[: self.line - 1]) + head + self.instead + tail + "".join(lines[self.last :])
+        return "".join(lines[: self.line - 1]) + head + (instead or self.instead) + tail + "".join(lines[self.last :])
+
+    def found(self, module: str) -> "Mutant | None":
+        """The mutant where its lines stand now; None if the module has them no more, or several times."""
+        begin = module.find(self.text)
+        if begin < 0 or module.find(self.text, begin + 1) >= 0:
+            return self if module.splitlines()[self.line - 1 : self.last] == self.text.splitlines() else None
+        line = module.count("\n", 0, begin) + 1
+        return replace(self, line=line, last=line + self.last - self.line)
 
 
 def changes(node: ast.AST) -> Iterator[str]:
@@ -144,18 +150,16 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
             yield from _inside(child)
 
 
-def mutants(path: str, text: str) -> list[Mutant]:
+def mutants(path: str, module: str) -> list[Mutant]:
     """Every mutant of a module, in the order of its lines."""
-    found = [
-        Mutant(path, node.lineno, node.end_lineno, node.col_offset, node.end_col_offset, ast.unparse(node), instead)
-        for node in computing(ast.parse(text))
-        for instead in changes(node)
-    ]
-    return [mutant for mutant in found if (path, _line(text, mutant), mutant.instead) not in EQUIVALENT]
+    lines = module.splitlines(keepends=True)
 
+    def mutant(node: ast.AST, instead: str) -> Mutant:
+        text = "".join(lines[node.lineno - 1 : node.end_lineno])
+        place = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+        return Mutant(path, *place, text, ast.unparse(node), instead)
 
-def _line(text: str, mutant: Mutant) -> str:
-    return text.splitlines()[mutant.line - 1].strip()
+    return [mutant(node, instead) for node in computing(ast.parse(module)) for instead in changes(node)]
 
 
 def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
@@ -169,44 +173,58 @@ def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
     return [choose.choice(lines[line]) for line in choose.sample(sorted(lines), count)]
 
 
-class Runs:
-    """Which test files run which lines, as `tests/lines.py` recorded it."""
+NOTE = """
+import os
 
-    def __init__(self, folder: Path):
-        self._tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        self._breadth: Counter[str] = Counter()
-        for file in folder.glob("*.json"):
-            record = json.loads(file.read_text())
-            for path, lines in record["lines"].items():
-                self._breadth[record["test"]] += len(lines)
-                for line in lines:
-                    self._tests[path][line].add(record["test"])
+seen = set()
 
-    def of(self, mutant: Mutant) -> list[str]:
-        """The test files that run a mutant's line, or the nearest recorded one before it; the smallest first.
 
-        The nearest line is needed because Python reports only some lines of a statement that spans several.
-        """
-        recorded = self._tests.get(mutant.path, {})
-        tests = recorded.get(max((line for line in recorded if line <= mutant.line), default=0), set())
-        return sorted(tests, key=lambda test: (self._breadth[test], test))
+def note(number):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    if test and (number, test) not in seen:
+        seen.add((number, test))
+        with open({folder!r} + f"/{{os.getpid()}}", "a") as file:
+            print(number, test, file=file)
+"""
+"""The module that notes which test evaluates which expression; a test's processes inherit its name."""
+
+
+def evaluating(root: Path, chosen: Sequence[Mutant], seconds: float) -> list[list[str]]:
+    """For each mutant the tests that evaluate its expression, those that evaluate fewest of the others first."""
+    with tempfile.TemporaryDirectory() as place:
+        copy, notes = copied(root, Path(place) / "copy"), Path(place) / "notes"
+        notes.mkdir()
+        (copy / "noted.py").write_text(NOTE.format(folder=str(notes)))
+        # From the last to the first, and inner before outer, so that the places of the others stay right.
+        for number, mutant in sorted(enumerate(chosen), key=lambda pair: (-pair[1].line, -pair[1].begin)):
+            file = copy / mutant.path
+            module = file.read_text(encoding="utf-8")
+            noted = f"(__import__('noted').note({number}) or ({mutant.now}))"
+            file.write_text(mutant.applied(module, noted), encoding="utf-8")
+        failing(copy, [], seconds, stop=False)
+        pairs = {tuple(line.split(" ", 1)) for file in notes.iterdir() for line in file.read_text().splitlines()}
+    found: dict[int, list[str]] = {number: [] for number in range(len(chosen))}
+    for number, test in pairs:
+        found[int(number)].append(test)
+    breadth = {test: sum(test in tests for tests in found.values()) for _, test in pairs}
+    return [sorted(tests, key=lambda test: (breadth[test], test)) for tests in found.values()]
 
 
 def judged(copy: Path, mutant: Mutant, tests: Sequence[str]) -> dict:
-    """The result for a mutant: the test that killed it, or None if all tests passed."""
+    """The result for a mutant: the test that killed it, or None if all tests passed, or none evaluates it."""
     file = copy / mutant.path
     original, start = file.read_text(encoding="utf-8"), time.perf_counter()
     file.write_text(mutant.applied(original), encoding="utf-8")
     try:
-        killer = failing(copy, ["-n", "0", *tests] if tests else [], SECONDS)
+        killer = failing(copy, ["-n", "0", *tests], SECONDS) if tests else None
     finally:
         file.write_text(original, encoding="utf-8")
-    return {**asdict(mutant), "killed_by": killer, "seconds": round(time.perf_counter() - start)}
+    return {**asdict(mutant), "killed_by": killer, "tests": len(tests), "seconds": round(time.perf_counter() - start)}
 
 
-def failing(copy: Path, arguments: Sequence[str], seconds: float) -> str | None:
+def failing(copy: Path, arguments: Sequence[str], seconds: float, stop: bool = True) -> str | None:
     """The first test that fails; "time" if they take too long, None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", *(["-x"] if stop else []), "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds)
@@ -237,34 +255,53 @@ def read(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("lines", type=Path, help="what tests/lines.py wrote")
-    parser.add_argument("report", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--workers", type=int, default=1, help="mutants judged at the same time")
-    arguments = parser.parse_args()
-    runs = Runs(arguments.lines)
-    done = [Mutant(**{name: line[name] for name in Mutant.__dataclass_fields__}) for line in read(arguments.report)]
-    remaining = [mutant for mutant in drawn(ROOT, arguments.seed, arguments.count) if mutant not in done]
-    with ExitStack() as stack, arguments.report.open("a") as report:
+def judge(file: Path, report: Path, workers: int) -> None:
+    """Judges the drawn mutants that the report has not, and writes a line for each."""
+    done = [Mutant(**{name: line[name] for name in Mutant.__dataclass_fields__}) for line in read(report)]
+    chosen = []
+    for values in json.loads(file.read_text()):
+        mutant = Mutant(**values).found((ROOT / values["path"]).read_text(encoding="utf-8"))
+        if mutant is None:
+            print(f"{values['path']}:{values['line']}: the line is gone")
+        elif mutant not in done:
+            chosen.append(mutant)
+    tests = evaluating(ROOT, chosen, 4 * SECONDS)
+    with ExitStack() as stack, report.open("a") as lines:
         copies = Queue()
-        for _ in range(arguments.workers):
+        for _ in range(workers):
             copies.put(copied(ROOT, Path(stack.enter_context(tempfile.TemporaryDirectory()))))
 
-        def judge(mutant: Mutant) -> dict:
+        def verdict(pair: tuple[Mutant, Sequence[str]]) -> dict:
             copy = copies.get()
             try:
-                return judged(copy, mutant, runs.of(mutant))
+                return judged(copy, *pair)
             finally:
                 copies.put(copy)
 
-        for verdict in ThreadPool(arguments.workers).imap_unordered(judge, remaining):
-            print(json.dumps(verdict), file=report, flush=True)
-            print(described(verdict), flush=True)
-    alive = [line for line in read(arguments.report) if line["killed_by"] is None]
-    print(f"{len(alive)} of {arguments.count} are alive")
+        for found in ThreadPool(workers).imap_unordered(verdict, zip(chosen, tests, strict=True)):
+            print(json.dumps(found), file=lines, flush=True)
+            print(described(found), flush=True)
+    alive = [line for line in read(report) if line["killed_by"] is None]
+    print(f"{len(alive)} of {len(read(report))} are alive")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    draw = commands.add_parser("draw", help="draw mutants and write them to a file")
+    draw.add_argument("mutants", type=Path)
+    draw.add_argument("--seed", type=int, default=0)
+    draw.add_argument("--count", type=int, default=100)
+    judging = commands.add_parser("judge", help="find a test that notices each of them")
+    judging.add_argument("mutants", type=Path)
+    judging.add_argument("report", type=Path)
+    judging.add_argument("--workers", type=int, default=1, help="mutants judged at the same time")
+    arguments = parser.parse_args()
+    if arguments.command == "draw":
+        chosen = [asdict(mutant) for mutant in drawn(ROOT, arguments.seed, arguments.count)]
+        arguments.mutants.write_text(json.dumps(chosen, indent=1) + "\n")
+    else:
+        judge(arguments.mutants, arguments.report, arguments.workers)
 
 
 if __name__ == "__main__":
