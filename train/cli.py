@@ -62,9 +62,23 @@ def tokenize(path: str, overrides: Sequence[str], job: int | None, jobs: int | N
 def compare(path: str, overrides: Sequence[str]) -> None:
     """train and evaluate several schemes over one config, or measure a released model under many extensions"""
     config = load(path, overrides)
+    if config.steps:
+        print(_plan(config), flush=True)  # before the imports, which take seconds
     from train.compare.compare import compare
 
     compare(config)
+
+
+def _plan(config: Any) -> str:
+    """What a comparison does, in a line."""
+    schemes, seeds, shared = config.compare.schemes, config.compare.seeds, config.compare.processes
+    trained = [entry.label for entry in schemes if not entry.only_measured]
+    count, lengths = len(trained) * len(seeds), ", ".join(map(str, config.evaluate.lengths))
+    at_once = f"{min(shared, count)} at once" if shared else "one after the other"
+    return (
+        f"{count} trainings of {config.steps} steps, {at_once} ({', '.join(trained)}); then "
+        f"{len(schemes) * len(seeds)} measurements at lengths {lengths}; the first steps tell how long it takes"
+    )
 
 
 def evaluate(path: str, overrides: Sequence[str]) -> None:

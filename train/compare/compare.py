@@ -1,34 +1,24 @@
 """Compares schemes: one config, with several position schemes and seeds, trained, measured and reported.
 
-Each (scheme, seed) trains in its own process (`training.py`), one after the other, so that speed and peak memory are
-measured separately; or ``compare.together`` trainings of one scheme run in one process, as one program. Entries that
-extend a scheme without retraining are measured by the process that trained it. With ``compare.sweep``, trials first
-choose the learning rates of every scheme (`sweep.py`).
+Each (scheme, seed) trains in its own process, or several share one (`processes.py`); ``compare.together`` trainings of
+one scheme run as one program. Entries that extend a scheme without retraining are measured by the process that trained
+it. With ``compare.sweep``, trials first choose the learning rates of every scheme (`sweep.py`).
 """
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from rich.console import Console
 
 from train import report
 from train.checkpoint.directory import RESULTS, read_config, refuse_another
+from train.compare.processes import run_trainings
 from train.compare.study import run_study
 from train.compare.sweep import TRIALS_FOLDER, file_name, own_section, sweep, tuned
-from train.compare.training import ASKED, ERROR
-from train.config import CompareConfig, Config, SchemeConfig, dump, parse_text, to_dict
+from train.config import CompareConfig, Config, SchemeConfig, dump
 from train.config.settings.checks import check
 from train.config.typed import changed
 from train.data.cache import TOKENS
@@ -38,7 +28,7 @@ from train.evaluate.saved import check_causal, evaluation_documents, read_rows, 
 from train.model.build import as_released, check_model, evaluated_scheme, learned_positions
 from train.model.convert import check_continues
 from train.runtime.lines import in_a_line
-from train.runtime.paths import is_local, look_anew, python_path, write_file
+from train.runtime.paths import write_file
 
 TRIALS = "trials.jsonl"
 
@@ -68,7 +58,8 @@ def compare(config: Config, console: Console | None = None) -> Path:
     config.directory.mkdir(parents=True, exist_ok=True)
     found = _Progress(config.compare, console)
     for base, group in zip(_bases(config), planned, strict=True):
-        found.add(group, tune=bool(config.compare.sweep.learning_rate) and "learning_rate" not in base.train)
+        found.plan(group, tune=bool(config.compare.sweep.learning_rate) and "learning_rate" not in base.train)
+    found.run()
     _report(config, found, held_out, console)
     if found.failures:
         reasons = "; ".join(f"{name}: {why}" for name, why in found.failures.items())
@@ -86,8 +77,8 @@ class _Progress:
         self.failures: dict[str, str] = {}
         self.trials: list[report.Row] = []
 
-    def add(self, group: Sequence[Config], tune: bool) -> None:
-        """Trains and measures one scheme; with `tune`, trials choose its rates first."""
+    def plan(self, group: Sequence[Config], tune: bool) -> None:
+        """Notes the trainings of one scheme; with `tune`, trials choose its rates first."""
         group, why = self._tuned(group) if tune else (group, "")
         self.trainings += group
         if why:
@@ -95,7 +86,11 @@ class _Progress:
             self.failures |= dict.fromkeys((training.name for training in group), why)
             return
         _refuse_others(group)
-        self.failures |= run_trainings(group, self._settings.together, self._console)
+
+    def run(self) -> None:
+        """Trains and measures everything that was planned."""
+        asked = [training for training in self.trainings if training.name not in self.failures]
+        self.failures |= run_trainings(asked, self._settings, self._console)
 
     def _tuned(self, group: Sequence[Config]) -> tuple[list[Config], str]:
         """The trainings with the rates of the best trial, and the reason if there is none."""
@@ -111,7 +106,7 @@ class _Progress:
 
     def _run_trials(self, configs: Sequence[Config]) -> list[list[report.Row]]:
         _refuse_others(configs)
-        for name, error in run_trainings(configs, self._settings.together, self._console, trials=True).items():
+        for name, error in run_trainings(configs, self._settings, self._console, trials=True).items():
             raise ValueError(f"trial {name}: {error}")
         return [read_rows(config.directory / RESULTS) for config in configs]
 
@@ -217,103 +212,6 @@ def _refuse_others(trainings: Sequence[Config]) -> None:
     for training in trainings:
         if (training.directory / "config.yaml").exists():
             refuse_another(read_config(training.directory), training, str(training.directory))
-
-
-def finished(training: Config) -> bool:
-    """Whether the training's directory holds the results of exactly this config."""
-    asked = training.directory / ASKED
-    results = training.directory / RESULTS
-    if not (results.is_file() and asked.is_file()):
-        return False
-    return parse_text(asked.read_text(encoding="utf-8"), str(asked)) == training
-
-
-def run_trainings(configs: Sequence[Config], together: int, console: Console, trials: bool = False) -> dict[str, str]:
-    """Finishes and measures trainings, up to `together` in one process; returns the reasons of failures."""
-    errors, asked = {}, [config for config in configs if not finished(config)]
-    for config in configs:
-        if config not in asked:
-            console.print(f"{config.name} (finished before)", style="bold", markup=False)
-    for group in (asked[start : start + together] for start in range(0, len(asked), together)):
-        console.print(", ".join(config.name for config in group), style="bold", markup=False)
-        error = run_group(group, trials)
-        if error:
-            errors |= {config.name: error for config in group if not finished(config)}
-            console.print(error, style="red", markup=False)
-    return errors
-
-
-def run_group(group: Sequence[Config], trials: bool) -> str | None:
-    """Trains and measures configs in a process of their own; returns the error, in one line, or None.
-
-    Its progress goes to this process's standard output. Its standard error goes to a file next to the first directory,
-    which is kept if the process failed. An interrupt reaches both processes; this one waits until the other has saved.
-    """
-    command = [sys.executable, "-m", "train.compare.training"]
-    group[0].directory.parent.mkdir(parents=True, exist_ok=True)
-    with _log(group[0]) as (log, stderr):
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stderr=stderr, text=True,
-            env={**os.environ, "PYTHONPATH": python_path()},
-        )  # fmt: skip
-        with _passing_on(signal.SIGTERM, process):
-            try:
-                process.communicate(json.dumps({"trials": trials, "configs": [to_dict(each) for each in group]}))
-            finally:
-                process.wait()
-    for each in group:
-        look_anew(each.directory)
-    if process.returncode == 0:
-        log.unlink(missing_ok=True)
-        return None
-    return f"{_cause(log.read_text(encoding='utf-8', errors='replace'))} (status {process.returncode}, see {log})"
-
-
-@contextmanager
-def _log(training: Config) -> Iterator[tuple[Path, IO[str]]]:
-    """A training's log and an open local file for it; in an object store it is written at the end."""
-    location = training.directory.with_name(f"{training.name}.log")
-    if is_local(location):
-        with location.open("w", encoding="utf-8") as file:
-            yield location, file
-        return
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
-        try:
-            yield location, file
-        finally:
-            file.seek(0)
-            location.write_text(file.read(), encoding="utf-8")
-
-
-@contextmanager
-def _passing_on(number: int, process: subprocess.Popen) -> Iterator[None]:
-    """Forwards signals of this process to another one, so that no training keeps running alone.
-
-    Raises KeyboardInterrupt at the end if there was a signal, so that nothing more is started.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received = []
-
-    def pass_on(*_) -> None:
-        received.append(number)
-        process.send_signal(number)
-
-    usual = signal.signal(number, pass_on)
-    try:
-        yield
-    finally:
-        signal.signal(number, usual)
-    if received:
-        raise KeyboardInterrupt
-
-
-def _cause(stderr: str) -> str:
-    """The line with the error: the one that the training wrote as its error, else the last one."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
-    return (errors or lines or ["no message"])[-1]
 
 
 def _report(config: Config, found: _Progress, held_out: Sequence[np.ndarray], console: Console) -> None:

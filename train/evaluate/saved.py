@@ -29,6 +29,7 @@ from train.loop.fit import read_result
 from train.model.build import RELEASED, check_vocabulary, evaluated_scheme, own_length, scheme_of
 from train.monitor.logs import read_metrics
 from train.report.families import family
+from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.distributed import decide
 from train.runtime.paths import path, write_file
 
@@ -120,6 +121,7 @@ def measure_runs(
 
     Each length is compiled once for all of them.
     """
+    keep_memory_on_cpu()
     config, restored = runs[0].config, {}
     rows: list[list[report.Row]] = [[] for _ in runs]
     mesh = mesh_for(config, config.evaluate.batch_tokens // max(config.evaluate.lengths))

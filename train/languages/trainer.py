@@ -16,6 +16,7 @@ from train.config import SchemeConfig
 from train.languages.config import LanguagesConfig
 from train.languages.generators import PAD, VOCABULARY_SIZE, Example, Language
 from train.model.build import build_scheme
+from train.runtime.allocator import keep_memory_on_cpu
 
 Rule = PositionRule | int | None
 """A scheme's rule of positions; or the number of axes, if its features read several; or None for token indices."""
@@ -70,6 +71,7 @@ def draw(language: Language, rule: Rule, key: Key[Array, ""], batch: int, length
 
 def check_fit(language: Language, entry: SchemeConfig, config: LanguagesConfig) -> None:
     """Raises ValueError for a scheme that cannot be built, or that refuses positions or a length of the examples."""
+    keep_memory_on_cpu()
     longest, lengths = config.lengths(language)
     decoder, rule = build(entry, config)
     graph, state = nnx.split(nnx.eval_shape(lambda: nn.Decoder(decoder, rngs=nnx.Rngs(0))))

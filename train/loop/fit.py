@@ -44,6 +44,7 @@ from train.monitor.cache import enable_compilation_cache
 from train.monitor.meter import peak_memory_bytes
 from train.monitor.monitor import Monitor, check_monitor
 from train.runtime import flags
+from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.distributed import decide, listen, reached_preemption, stop_requested
 from train.runtime.paths import path, write_file
 
@@ -99,6 +100,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         return finished
     check_monitor(config)
     enable_compilation_cache(config.monitor.compilation_cache)
+    keep_memory_on_cpu()
     log = print if progress and jax.process_index() == 0 else lambda _: None
     # Not shown for a resumed run: with other flags than at its start, its result would not be the same bit for bit.
     if not is_started(directory) and (advice := flags.advice(jax.devices()[0].device_kind)):

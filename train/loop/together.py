@@ -30,6 +30,7 @@ from train.monitor.cache import enable_compilation_cache
 from train.monitor.logs import MetricsLog
 from train.monitor.meter import peak_memory_bytes
 from train.monitor.progress import show_progress
+from train.runtime.allocator import keep_memory_on_cpu
 
 _AXIS = "data"  # the mesh axis over which the trainings are split
 _MAY_DIFFER = ("seed", "train.learning_rate", "train.learning_rate_factors")
@@ -54,6 +55,7 @@ def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> l
     for config in configs:
         check_run(config, config.directory)
     enable_compilation_cache(configs[0].monitor.compilation_cache)
+    keep_memory_on_cpu()
     rows = training_rows(configs[0])
     trained = _train(configs, rows, progress)
     return [_save(config, rows.digest(), each) for config, each in zip(configs, trained, strict=True)]

@@ -1,5 +1,6 @@
 """A progress bar on a terminal, and plain lines elsewhere."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 Report = Callable[[int, Mapping[str, Any], int], None]
+_SECONDS = 10  # between two lines
 
 
 @contextmanager
@@ -28,8 +30,27 @@ def show_progress(label: str | None, steps: int) -> Iterator[Report]:
         yield lambda step, *rest: print(f"{label}: step {step}/{steps} · {status(*rest)}", flush=True)
 
 
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+@contextmanager
+def show_share(console: Console) -> Iterator[Callable[[float, str], None]]:
+    """A function ``report(share, text)``: a bar on a terminal, and elsewhere a line every `_SECONDS`."""
+    if console.is_terminal:
+        with _bar(console, "{task.percentage:.0f}%") as bar:
+            task = bar.add_task("all trainings", total=1.0, status="starting")
+            yield lambda share, text: bar.update(task, completed=share, status=text)
+        return
+    last = time.monotonic()
+
+    def report(share: float, text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > _SECONDS:
+            last = time.monotonic()
+            console.print(f"all trainings: {share:.0%} · {text}", markup=False)
+
+    yield report
+
+
+def _bar(console: Console, done: str = "{task.completed}/{task.total}") -> Progress:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn(done))
     return Progress(*columns, TextColumn("{task.fields[status]}", markup=False), console=console)
 
 

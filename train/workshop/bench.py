@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posjax._checks import check
+from train.runtime.allocator import keep_memory
 from train.runtime.machine import processor, resident_peak_bytes, versions
 from train.runtime.paths import write_file
 from train.workshop.libraries import BACKWARD, FORWARD, LIBRARIES, Shape, refuses
@@ -133,6 +134,7 @@ def _child(order: str) -> None:
     if Path("/proc/self/oom_score_adj").exists():
         # If memory runs out, the system should kill this process, not its parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
+    keep_memory()
     run = LIBRARIES[order["library"]](Shape(**order["shape"]))
     run()
     times = []

@@ -23,6 +23,7 @@ from train.checkpoint.manager import Checkpoints
 from train.config import Config
 from train.loop.fit import Run, prepare
 from train.monitor.monitor import Monitor
+from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.machine import processor
 
 BLOCKS = 24
@@ -95,6 +96,7 @@ class TimedBlocks:
 
 def bench_loop(config: Config) -> tuple[Seconds, Seconds]:
     """Measures the first stage of a config; prints and returns the medians. No files are kept."""
+    keep_memory_on_cpu()
     size = config.train.log_every
     steps = BLOCKS * size + 1
     train = dataclasses.replace(config.stage(0).train, steps=steps, checkpoint_every=steps)

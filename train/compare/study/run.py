@@ -40,6 +40,7 @@ from train.evaluate.tasks import Vocabulary, check_tasks
 from train.model.build import check_vocabulary, own_length
 from train.model.extension import completed
 from train.monitor.cache import enable_compilation_cache
+from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.paths import write_file
 
 
@@ -63,6 +64,7 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     directory = config.directory
     _open_directory(config, directory)
     enable_compilation_cache(config.monitor.compilation_cache)
+    keep_memory_on_cpu()
     mesh = mesh_for(config, rows=1)
     study = _Study(config, model_digest, texts, search, directory, console, finished_rows(directory), mesh)
     try:

@@ -58,10 +58,12 @@ class CompareConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     together: int = 1  # trainings of one scheme that run as one program; see `train.loop.together`
+    processes: int = 0  # that share all trainings; when 0, each has its own and its speed and memory are measured
 
     def __post_init__(self):
         check_positive("compare", self, "texts", "together")
-        for name, found in (("scored", self.scored), ("search.length", self.search.length)):
+        from_zero = {"scored": self.scored, "processes": self.processes, "search.length": self.search.length}
+        for name, found in from_zero.items():
             check(found >= 0, f"compare.{name} must not be negative, found {found}")
         check_positive("compare.search", self.search, "population", "iterations")
         check(bool(self.seeds), "compare.seeds is empty: name at least one seed")
