@@ -1,0 +1,292 @@
+"""The time of kernels, the bytes of look-ups and the FLOPs of products, from small programs counted by hand."""
+
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from refusals import refused
+
+from posjax.attention.tpu.costs import BACKWARD, FORWARD
+from posjax.masks import Causal, Window
+from posjax.scheme import uniform
+from posjax.scheme.presets import scheme
+from train.plan.hlo import parse
+from train.plan.kernels import Kernels, visited_share
+from train.plan.moved import is_lookup, moved_bytes
+from train.plan.others import AnyKernels, others_call, parse_blocks
+from train.plan.pods import pod
+from train.plan.products import products_of
+from train.runtime.chips import CHIPS
+
+CALL = """
+ENTRY %main (x: f32[4]) -> f32[4] {
+  ROOT %NAME = RESULT custom-call(%x), custom_call_target="tpu_custom_call", operand_layout_constraints={OPERANDS}, \
+frontend_attributes={kernel_metadata=METADATA}, metadata={op_name="jit(step)/jvp()/pallas_call"}
+}
+"""
+
+
+def call(name, result, operands, metadata="{}"):
+    text = CALL.replace("NAME", name).replace("RESULT", result).replace("OPERANDS", operands)
+    return parse(text.replace("METADATA", metadata)).computations["main"][0]
+
+
+def everything(queries, keys):
+    return 1.0
+
+
+TILES = "s32[2,4,1,2]{3,2,1,0}, s32[2,4,1,3]{3,2,1,0}, s32[2]{0}"
+
+
+def test_a_kernel_takes_its_visited_tiles_and_rows():
+    """Four rows of two tiles, of which the causal mask needs 1, 1, 2 and 2."""
+    operands = f"{TILES}, bf16[2,16,1,4096,128]{{4,3,2,1,0}}, bf16[2,4,1,4096,128]{{4,3,2,1,0}}, bf16[2,4,4096,128]"
+    line = call("posjax_attention_forward.1", "(bf16[2,16,4096,128], f32[2,16,1,4096]{3,2,1,0})", operands)
+    share = visited_share(uniform(scheme("rope"), 3), 4096, causal=True)
+    whole, _, row = FORWARD["v5p"][1024, 2048, 512]
+    kernels = Kernels(pod("v5p:2x2x1"), share)
+    assert kernels.seconds(line) == pytest.approx(2 * 16 * (6 * whole + 4 * row) / 2 / 1.75e9)
+    assert kernels.chance(line) == 1.0
+
+
+def test_heads_that_lie_side_by_side_are_counted():
+    """Sixteen query heads over four key heads; four blocks of keys, each with two blocks of queries."""
+    operands = f"{TILES}, bf16[2,1,1,4096,2048], bf16[2,1,1,4096,512], bf16[2,1,4096,512], f32[2,16,1,4096]"
+    line = call("posjax_attention_backward.3", "(bf16[2,1,1,4096,2048], f32[2,1,1,4096,2048])", operands)
+    whole, _, row = BACKWARD["v5p"][1024, 1024, 512]
+    cycles = 2 * 16 * (4 * 2 * 2 * whole + 4 * math.sqrt(2) * row) / 2
+    assert Kernels(pod("v5p:2x2x1"), everything).seconds(line) == pytest.approx(cycles / 1.75e9)
+
+
+@pytest.mark.parametrize(("topology", "devices"), [("v6e:2x2", 1), ("7x:2x2x1", 2)])
+def test_a_kernel_that_is_bound_by_memory_takes_the_time_of_its_bytes(topology, devices):
+    line = call("posjax_rotation.7", "bf16[2,4096,2048]", "bf16[2,4096,2048]{2,1,0}, f32[1,4096,128]{2,1,0}")
+    target = pod(topology)
+    moved = 2 * 2 * 2 * 4096 * 2048 + 4 * 4096 * 128
+    expected = moved / (CHIPS[target.generation].streaming * 1e9 / devices)
+    assert Kernels(target, everything).seconds(line) == pytest.approx(expected)
+
+
+def test_the_share_of_tiles_is_that_of_the_mask():
+    positions = np.arange(1024)
+    allowed = (Causal() & Window(100)).allowed(positions, positions)
+    tiles = allowed.reshape(8, 128, 4, 256).any((1, 3)).mean()
+    assert visited_share(uniform(scheme("window", size=100), 2), 1024, causal=True)(128, 256) == tiles
+
+
+BLOCK, ROWS, STEPS, TILES_SEEN = 1024, 6 * 4, 6 * 16, 6 * 10
+START, TILE, FINISH, SLOTS = 20, 3000, 18, 4
+SPLASH = "splash_mha_fwd_segmented_residuals"
+
+
+def listing():
+    """The compiler's listing of a loop over a grid with three conditionals, of which the second multiplies matrices."""
+    lines = [(" ", "  ", "{ %s1 = smov 0 } /* entry bundle: %k = custom-call(%a) */")]
+    lines.append((">", "LB", "{ %s3 = sadd.s32 1, %s2 } /* Start region 1 */"))
+    for region, body, times in (
+        (2, "{ %v1 = vst %v0 }", START),
+        (3, "{ %v2 = vmatmul.bf16.gmra.mxu0 %v0 }", TILE),
+        (4, "{ %v3 = vst %v0 }", FINISH),
+    ):
+        lines.append((">", "  ", f"{{ %b = sbr.rel (%p{region}) target = $region{region} }}"))
+        lines += [(" ", "  ", "{}")] * SLOTS + [(">", "  ", body)] * times
+        lines.append((">", "PF", f"{{ %m = vmov 0 }} /* Start/End empty region {region} */"))
+    lines.append((">", "  ", f"{{ %p7 = scmp.ge.s32.totalorder %s3, {STEPS + 2} }}"))
+    lines.append((">", "  ", "{ %b = sbr.rel (!%p7) target = $region1 }"))
+    lines.append((" ", "  ", "{ %e = vsyncpa [#allocation3], 1 }"))
+    return "\n".join(
+        f"  {hex(n) if n else '   0'} {label}: {depth} {text}" for n, (depth, label, text) in enumerate(lines)
+    )
+
+
+@pytest.fixture
+def dumped(tmp_path):
+    """A folder with the files that the compiler dumps for one kernel."""
+    text = listing()
+    uses = "".join(f"{int('vmatmul' in line)} 0\n" for line in text.splitlines())
+    utilization = f"==:\nMXU, XLU\n4 1\n== UTILIZATION:\n{uses}"
+    kinds = ("packed-bundles-post-ra", "final_hlo-static-per-bundle-utilization", "final_bundles")
+    for number, (kind, body) in enumerate(zip(kinds, (text, utilization, text), strict=True)):
+        (tmp_path / f"17-{SPLASH}.2-0{number}-{kind}.txt").write_text(body)
+    return tmp_path
+
+
+def splash(name=f"{SPLASH}.2", metadata="{}"):
+    """A call of another library's kernel for three rows with two heads each."""
+    q = "bf16[3,2,4096,128]{3,2,1,0}"
+    return call(name, f"({q}, f32[3,2,4096]{{2,1,0}})", f"s8[1,4,4]{{2,1,0}}, {q}, {q}, {q}", metadata)
+
+
+def test_another_librarys_kernel_takes_the_bundles_of_its_tiles_and_rows(dumped):
+    share, blocks = visited_share(uniform(scheme("rope"), 1), 4096, causal=True), (BLOCK, BLOCK, BLOCK)
+
+    def seconds(name=f"{SPLASH}.2", **known):
+        return AnyKernels(pod("v6e:2x2"), share, **known).seconds(splash(name))
+
+    around = 1 + 3 * (1 + SLOTS) + 3 + 2
+    cycles = 2 + (STEPS + 2) * around + ROWS * (START + FINISH) + TILES_SEEN * TILE
+    assert seconds(schedules=dumped, blocks=blocks) == pytest.approx(cycles / 1.75e9)
+    assert seconds(f"{SPLASH}.7", schedules=dumped, blocks=blocks) == pytest.approx(cycles / 1.75e9)
+    assert seconds(blocks=blocks) is seconds(schedules=dumped) is None
+    assert seconds("someones_kernel.1", schedules=dumped, blocks=blocks) is None
+    assert seconds(schedules=dumped, blocks=(2048, 2048, 2048)) is None  # the grid has another number of steps
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "blocks"),
+    [
+        (SPLASH, {"block_q": 512, "block_kv": 1024, "block_kv_compute": 256, "block_q_dkv": None}, (512, 1024, 256)),
+        (SPLASH, {"block_q": 512, "block_kv": 1024}, (512, 1024, 1024)),
+        ("splash_mha_dkv_residuals", {"block_q_dkv": 2048, "block_kv_dkv": 512}, (2048, 512, 512)),
+        (SPLASH, {}, (8, 16, 16)),
+    ],
+)
+def test_the_blocks_of_another_librarys_kernel_are_read_from_its_call(name, sizes, blocks):
+    """JSON in a string in JSON, on separate lines, as in a program."""
+    written = "{\n" + json.dumps({"xprof_metadata": json.dumps(sizes)}, separators=(",", ":"))[1:-1] + "\n}"
+    found = others_call(splash(f"{name}.1", written), (8, 16, 16))
+    assert (found.heads, found.queries, found.keys, found.head_dim) == (6, 4096, 4096, 128)
+    assert found.blocks == blocks
+
+
+def test_blocks_on_the_command_line():
+    assert parse_blocks("2048,1024") == (2048, 1024, 1024)
+    assert parse_blocks("2048, 1024, 512") == (2048, 1024, 512)
+    for text in ("2048,x", "0,1024", "1,2,3,4"):
+        refused("--blocks", lambda text=text: parse_blocks(text))
+
+
+LOOK_UP = """
+%inner (table: bf16[9000,64], ids: s32[100]) -> bf16[100,64] {
+  %table = bf16[9000,64]{1,0} parameter(0)
+  %ids = s32[100]{0} parameter(1)
+  ROOT %rows = bf16[100,64]{1,0} gather(%table, %ids), offset_dims={1}, slice_sizes={1,64}
+}
+
+%add (zeros: f32[9000,64], ids: s32[100], rows: f32[100,64]) -> f32[9000,64] {
+  %zeros = f32[9000,64]{1,0} parameter(0)
+  %ids = s32[100]{0} parameter(1)
+  %rows = f32[100,64]{1,0} parameter(2)
+  ROOT %sum = f32[9000,64]{1,0} scatter(%zeros, %ids, %rows), to_apply=%plus
+}
+
+%body (whole: f32[8,1024], part: f32[1,1024], at: s32[]) -> f32[8,1024] {
+  %whole = f32[8,1024]{1,0} parameter(0)
+  %part = f32[1,1024]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %one = f32[1,1024]{1,0} dynamic-slice(%whole, %at, %at), dynamic_slice_sizes={1,1024}
+  %sum = f32[1,1024]{1,0} add(%one, %part)
+  ROOT %put = f32[8,1024]{1,0} dynamic-update-slice(%whole, %sum, %at, %at)
+}
+
+%fresh (part: f32[1,1024], at: s32[]) -> f32[8,1024] {
+  %part = f32[1,1024]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %zeros = f32[8,1024]{1,0} broadcast(%zero), dimensions={}
+  ROOT %put = f32[8,1024]{1,0} dynamic-update-slice(%zeros, %part, %at, %at)
+}
+
+ENTRY %main (table: bf16[9000,64], ids: s32[100]) -> f32[9000,64] {
+  %table = bf16[9000,64]{1,0:T(8,128)(2,1)} parameter(0)
+  %ids = s32[100]{0:T(1024)} parameter(1)
+  %whole = f32[8,1024]{1,0:T(8,128)} parameter(2)
+  %part = f32[1,1024]{1,0:T(8,128)} parameter(3)
+  %at = s32[]{:T(128)S(6)} parameter(4)
+  %found = bf16[100,64]{1,0:T(8,128)(2,1)} fusion(%table, %ids), kind=kCustom, calls=%inner
+  %sorted = (s32[100]{0}, s32[100]{0:T(1024)S(1)}) sort(%ids, %ids), dimensions={0}, to_apply=%less
+  %zeros = f32[9000,64]{1,0} get-tuple-element(%state), index=0
+  %grown = f32[100,64]{1,0} get-tuple-element(%state), index=1
+  %sum = f32[9000,64]{1,0} fusion(%zeros, %ids, %grown), kind=kCustom, calls=%add
+  %put = f32[8,1024]{1,0:T(8,128)} fusion(%whole, %part, %at), kind=kLoop, calls=%body
+  %new = f32[8,1024]{1,0:T(8,128)} fusion(%part, %at), kind=kLoop, calls=%fresh
+  %near = f32[8,1024]{1,0:T(8,128)S(1)} add(%put, %new)
+  ROOT %alone = f32[8,1024]{1,0:T(8,128)} dynamic-update-slice(%near, %part, %at, %at)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "by_bytes"),
+    [
+        ("found", 2 * (2 * 100 * 64) + 4 * 100, True),  # reads and writes the rows that it takes
+        ("sum", 3 * 4 * 100 * 64 + 4 * 100, True),  # reads and writes the rows that it adds to
+        ("sorted", 2 * 4 * 100 + 4 * 100, True),  # but not what stays in a memory of the cores
+        ("put", 3 * 4 * 1024, False),  # reads a slice and the part, writes a slice
+        ("alone", 2 * 4 * 1024, False),
+        ("new", 4 * 1024 + 4 * 8 * 1024, False),  # an array that is made anew is written whole
+        ("near", 2 * 4 * 8 * 1024, False),  # read, but not written
+    ],
+)
+def test_instructions_move_the_bytes_that_they_read_and_write(name, size, by_bytes):
+    module = parse(LOOK_UP)
+    line = module.named["main"][name]
+    assert moved_bytes(module, "main", line) == size
+    assert is_lookup(module, line) is by_bytes
+
+
+def flops(text):
+    """The FLOPs of all products in the entry."""
+    module = parse(text)
+    lines = module.computations[module.entry]
+    return sum(product.flops for line in lines for product in products_of(module, module.entry, line))
+
+
+def convolution(left, right, result, settings):
+    return f"""
+ENTRY %main (x: {left}, w: {right}) -> {result} {{
+  %x = {left}{{0}} parameter(0)
+  %w = {right}{{0}} parameter(1)
+  ROOT %y = {result}{{0}} convolution(%x, %w), {settings}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "settings", "multiply_adds"),
+    [
+        ("bf16[24576,4096]", "bf16[4096,14336]", "bf16[24576,14336]", "dim_labels=bf_io->bf", 24576 * 4096 * 14336),
+        (  # [3, 8192, 32, 128] x [32, 128, 4096], the heads as a window without padding
+            *("bf16[3,8192,32,128]", "bf16[1,32,128,4096]", "bf16[3,8192,1,4096]"),
+            *("window={size=1x32}, dim_labels=b01f_01io->b01f", 3 * 8192 * 32 * 128 * 4096),
+        ),
+        (  # each output of the window uses exactly one head, so this is a product with heads in the result
+            *("bf16[24576,1,4096]", "bf16[8,4096,128]", "bf16[24576,8,128]"),
+            *("window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=b0f_0io->b0f", 24576 * 4096 * 8 * 128),
+        ),
+        (  # a batch is a window of stride and holes
+            *("bf16[6,512,128]", "bf16[6,128,256]", "bf16[6,512,256]"),
+            *("window={size=6 stride=5 lhs_dilate=6}, dim_labels=0bf_0io->0bf", 6 * 512 * 128 * 256),
+        ),
+    ],
+)
+def test_flops_of_products_that_are_written_as_convolutions(left, right, result, settings, multiply_adds):
+    assert flops(convolution(left, right, result, settings)) == 2 * multiply_adds
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "stride", "before", "after", "of_left", "of_right"),
+    [(9, 3, 2, 1, 0, 1, 1), (8, 2, 1, 2, 3, 2, 1), (10, 3, 2, 0, 4, 1, 3), (5, 4, 3, 3, 3, 3, 2)],
+)
+def test_any_window_against_counting(size, window, stride, before, after, of_left, of_right):
+    wide = (size - 1) * of_left + 1 + before + after
+    results = (wide - (window - 1) * of_right - 1) // stride + 1
+    numbers = {before + n * of_left for n in range(size)}
+    hits = sum(o * stride + t * of_right in numbers for o, t in itertools.product(range(results), range(window)))
+    settings = (
+        f"window={{size={window} stride={stride} pad={before}_{after} lhs_dilate={of_left} rhs_dilate={of_right}}}, "
+        "dim_labels=b0f_0io->b0f"
+    )
+    text = convolution(f"f32[2,{size},3]", f"f32[{window},3,5]", f"f32[2,{results},5]", settings)
+    assert flops(text) == 2 * hits * 2 * 3 * 5
+
+
+def test_a_program_of_jax_counts_what_its_shapes_say():
+    def heads(x, w, v):
+        return jnp.einsum("bthd,hde->bte", jnp.einsum("bte,ehd->bthd", x, w), v)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 16, 64), (64, 4, 8), (4, 8, 64))]
+    assert flops(jax.jit(heads).lower(*shapes).compile().as_text()) == 2 * 2 * (2 * 16) * 64 * (4 * 8)
