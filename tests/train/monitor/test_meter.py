@@ -14,7 +14,7 @@ from train.config import parse
 from train.loop.step import Program
 from train.monitor.meter import Meter, count_chips, peak_memory_bytes
 from train.monitor.progress import show_progress
-from train.runtime.chips import PEAK_FLOPS
+from train.runtime.chips import CHIPS, PEAK_FLOPS
 from train.workshop.bench_loop import WARM_BLOCKS, Seconds, TimedBlocks, bench_loop
 
 ROOT = Path(__file__).parents[3]
@@ -60,19 +60,11 @@ def test_rates_are_those_since_the_last_reading_without_pauses():
     assert meter.tokens_per_second == 300 / 5
 
 
-@pytest.mark.parametrize(
-    ("kind", "version", "cores"),
-    [
-        ("TPU v4", "v4", 2),
-        ("TPU v5 lite", "v5e", 1),
-        ("TPU v5", "v5p", 2),
-        ("TPU v6 lite", "v6e", 1),
-        ("TPU7x", "7x", 2),
-    ],
-)
-def test_peaks_are_those_that_jax_knows(kind, version, cores):
-    known = tpu.get_tpu_info_for_chip(tpu.ChipVersion(version), 1).bf16_ops_per_second * cores
-    np.testing.assert_allclose(PEAK_FLOPS[kind], known, rtol=0.003)
+def test_peaks_are_those_that_jax_knows():
+    versions = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1, "7x": 2}
+    for chip in CHIPS.values():
+        known = tpu.get_tpu_info_for_chip(tpu.ChipVersion(chip.name), 1).bf16_ops_per_second * versions[chip.name]
+        np.testing.assert_allclose(PEAK_FLOPS[chip.kind], known, rtol=0.003)
 
 
 def test_two_devices_of_a_chip_are_one_chip():
@@ -125,24 +117,15 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys
     assert "MFU 41.2%" in bar
 
 
-class TwoClocks:
-    """Seconds of the wall and of the processor that the test moves."""
-
-    now = 0.0
-
-    def __call__(self):
-        return Seconds(self.now, 10 * self.now)
-
-
 def test_blocks_of_the_loop_and_of_the_bare_step_take_turns_and_each_has_its_time():
-    clock, order = TwoClocks(), []
+    clock, order = Clock(), []
 
     def update(state, batch):
         clock.now += 2.0
         order.append(state)
         return state, 0.0
 
-    blocks = TimedBlocks(3, clock=clock)
+    blocks = TimedBlocks(3, clock=lambda: Seconds(clock.now, 10 * clock.now))
     bare = Program(initialize=lambda: "bare", begin=None, update=update, loss=None, abstract=None)
     measured, steps = blocks.around(bare), 3 * (WARM_BLOCKS + 2)
     for step in range(steps + 1):
@@ -157,16 +140,13 @@ def test_blocks_of_the_loop_and_of_the_bare_step_take_turns_and_each_has_its_tim
 def test_a_loop_is_measured_as_fit_runs_it(tmp_path):
     for index in range(6):
         (tmp_path / f"{index}.txt").write_text(f"the {index}th of the texts, and not the longest of them. " * 8)
-    train = {"length": 16, "batch_tokens": 128, "steps": 400, "warmup_steps": 1, "log_every": 2, "mesh": {"data": 1}}
-    config = parse(
-        {
-            "output": str(tmp_path / "runs"),
-            "data": {"source": "files", "paths": [f"{tmp_path}/*.txt"], "held_out": 0.2},
-            "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
-            "train": train,
-            "monitor": {"profile": [1, 2], "evaluate_every": 3},
-        }
-    )
-    loop, bare = bench_loop(config)
+    settings = {
+        "output": str(tmp_path / "runs"),
+        "data": {"source": "files", "paths": [f"{tmp_path}/*.txt"], "held_out": 0.2},
+        "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
+        "train": {"length": 16, "batch_tokens": 128, "warmup_steps": 1, "log_every": 2, "mesh": {"data": 1}},
+        "monitor": {"profile": [1, 2], "evaluate_every": 3},
+    }
+    loop, bare = bench_loop(parse(settings))
     assert min(*loop, *bare) > 0
     assert not (tmp_path / "runs").exists()

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from train.config import parse
 from train.model.build import decoder_config
-from train.monitor.cache import enable_compilation_cache, user_cache
+from train.monitor.cache import enable_compilation_cache
 from train.monitor.logs import MetricsLog, read_metrics
 from train.monitor.monitor import Monitor, check_monitor, model_flops, tokens_left
 from train.monitor.trace import Trace
@@ -258,12 +258,3 @@ def test_programs_are_kept_in_the_folder_that_is_asked_for(cache, tmp_path, monk
     jax.config.update("jax_enable_compilation_cache", False)
     assert enable_compilation_cache(str(tmp_path / "never")) is None
     assert not (tmp_path / "never").exists()
-
-
-def test_where_the_users_cache_is(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/ada")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert str(user_cache()) == "/home/ada/.cache/posjax/xla"
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert str(user_cache()) == "/home/ada/Library/Caches/posjax/xla"

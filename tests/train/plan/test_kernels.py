@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import refused
 
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.masks import Causal, Window
@@ -17,7 +16,7 @@ from posjax.scheme.presets import scheme
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.moved import is_lookup, moved_bytes
-from train.plan.others import AnyKernels, others_call, parse_blocks
+from train.plan.others import AnyKernels, others_call
 from train.plan.pods import pod
 from train.plan.products import products_of
 from train.runtime.chips import CHIPS
@@ -78,37 +77,32 @@ def test_the_share_of_tiles_is_that_of_the_mask():
     assert visited_share(uniform(scheme("window", size=100), 2), 1024, causal=True)(128, 256) == tiles
 
 
-BLOCK, ROWS, STEPS, TILES_SEEN = 1024, 6 * 4, 6 * 16, 6 * 10
-START, TILE, FINISH, SLOTS = 20, 3000, 18, 4
+STEPS, START, TILE, FINISH, SLOTS = 6 * 16, 20, 3000, 18, 4
 SPLASH = "splash_mha_fwd_segmented_residuals"
 
 
 def listing():
     """The compiler's listing of a loop over a grid with three conditionals, of which the second multiplies matrices."""
-    lines = [(" ", "  ", "{ %s1 = smov 0 } /* entry bundle: %k = custom-call(%a) */")]
-    lines.append((">", "LB", "{ %s3 = sadd.s32 1, %s2 } /* Start region 1 */"))
-    for region, body, times in (
-        (2, "{ %v1 = vst %v0 }", START),
-        (3, "{ %v2 = vmatmul.bf16.gmra.mxu0 %v0 }", TILE),
-        (4, "{ %v3 = vst %v0 }", FINISH),
-    ):
-        lines.append((">", "  ", f"{{ %b = sbr.rel (%p{region}) target = $region{region} }}"))
-        lines += [(" ", "  ", "{}")] * SLOTS + [(">", "  ", body)] * times
-        lines.append((">", "PF", f"{{ %m = vmov 0 }} /* Start/End empty region {region} */"))
-    lines.append((">", "  ", f"{{ %p7 = scmp.ge.s32.totalorder %s3, {STEPS + 2} }}"))
-    lines.append((">", "  ", "{ %b = sbr.rel (!%p7) target = $region1 }"))
-    lines.append((" ", "  ", "{ %e = vsyncpa [#allocation3], 1 }"))
-    return "\n".join(
-        f"  {hex(n) if n else '   0'} {label}: {depth} {text}" for n, (depth, label, text) in enumerate(lines)
-    )
+    lines = [
+        "  :   {} /* entry bundle: %k = custom-call(%a) */",
+        "LB: > { %s3 = sadd.s32 1, %s2 } /* Start region 1 */",
+    ]
+    for region, body, times in ((2, "vst", START), (3, "vmatmul", TILE), (4, "vst", FINISH)):
+        lines.append(f"  : > {{ %b = sbr.rel (%p{region}) target = $region{region} }}")
+        lines += ["  :   {}"] * SLOTS + [f"  : > {{ %v = {body} %v0 }}"] * times
+        lines.append(f"PF: > {{ %m = vmov 0 }} /* Start/End empty region {region} */")
+    lines.append(f"  : > {{ %p7 = scmp.ge.s32.totalorder %s3, {STEPS + 2} }}")
+    lines += ["  : > { %b = sbr.rel (!%p7) target = $region1 }", "  :   { %e = vsyncpa [#allocation3], 1 }"]
+    return [f"  {hex(n) if n else '   0'} {line}" for n, line in enumerate(lines)]
 
 
 @pytest.fixture
 def dumped(tmp_path):
     """A folder with the files that the compiler dumps for one kernel."""
-    text = listing()
-    uses = "".join(f"{int('vmatmul' in line)} 0\n" for line in text.splitlines())
-    utilization = f"==:\nMXU, XLU\n4 1\n== UTILIZATION:\n{uses}"
+    lines = listing()
+    uses = "\n".join(f"{int('vmatmul' in line)} 0" for line in lines)
+    utilization = f"==:\nMXU, XLU\n4 1\n== UTILIZATION:\n{uses}\n"
+    text = "\n".join(lines)
     kinds = ("packed-bundles-post-ra", "final_hlo-static-per-bundle-utilization", "final_bundles")
     for number, (kind, body) in enumerate(zip(kinds, (text, utilization, text), strict=True)):
         (tmp_path / f"17-{SPLASH}.2-0{number}-{kind}.txt").write_text(body)
@@ -121,43 +115,27 @@ def splash(name=f"{SPLASH}.2", metadata="{}"):
     return call(name, f"({q}, f32[3,2,4096]{{2,1,0}})", f"s8[1,4,4]{{2,1,0}}, {q}, {q}, {q}", metadata)
 
 
-def test_another_librarys_kernel_takes_the_bundles_of_its_tiles_and_rows(dumped):
-    share, blocks = visited_share(uniform(scheme("rope"), 1), 4096, causal=True), (BLOCK, BLOCK, BLOCK)
+def in_metadata(**sizes):
+    """JSON in a string in JSON, on separate lines, as in a program."""
+    return "{\n" + json.dumps({"xprof_metadata": json.dumps(sizes)}, separators=(",", ":"))[1:-1] + "\n}"
 
-    def seconds(name=f"{SPLASH}.2", **known):
-        return AnyKernels(pod("v6e:2x2"), share, **known).seconds(splash(name))
+
+def test_another_librarys_kernel_takes_the_bundles_of_its_tiles_and_rows(dumped):
+    share, blocks = visited_share(uniform(scheme("rope"), 1), 4096, causal=True), (1024, 1024, 1024)
+
+    def seconds(name=f"{SPLASH}.2", metadata="{}", **known):
+        return AnyKernels(pod("v6e:2x2"), share, **known).seconds(splash(name, metadata))
 
     around = 1 + 3 * (1 + SLOTS) + 3 + 2
-    cycles = 2 + (STEPS + 2) * around + ROWS * (START + FINISH) + TILES_SEEN * TILE
+    cycles = 2 + (STEPS + 2) * around + 6 * 4 * (START + FINISH) + 6 * 10 * TILE
+    stated = in_metadata(block_q=1024, block_kv=1024, block_q_dkv=None)
     assert seconds(schedules=dumped, blocks=blocks) == pytest.approx(cycles / 1.75e9)
-    assert seconds(f"{SPLASH}.7", schedules=dumped, blocks=blocks) == pytest.approx(cycles / 1.75e9)
+    assert seconds(f"{SPLASH}.7", stated, schedules=dumped) == pytest.approx(cycles / 1.75e9)
     assert seconds(blocks=blocks) is seconds(schedules=dumped) is None
     assert seconds("someones_kernel.1", schedules=dumped, blocks=blocks) is None
     assert seconds(schedules=dumped, blocks=(2048, 2048, 2048)) is None  # the grid has another number of steps
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "blocks"),
-    [
-        (SPLASH, {"block_q": 512, "block_kv": 1024, "block_kv_compute": 256, "block_q_dkv": None}, (512, 1024, 256)),
-        (SPLASH, {"block_q": 512, "block_kv": 1024}, (512, 1024, 1024)),
-        ("splash_mha_dkv_residuals", {"block_q_dkv": 2048, "block_kv_dkv": 512}, (2048, 512, 512)),
-        (SPLASH, {}, (8, 16, 16)),
-    ],
-)
-def test_the_blocks_of_another_librarys_kernel_are_read_from_its_call(name, sizes, blocks):
-    """JSON in a string in JSON, on separate lines, as in a program."""
-    written = "{\n" + json.dumps({"xprof_metadata": json.dumps(sizes)}, separators=(",", ":"))[1:-1] + "\n}"
-    found = others_call(splash(f"{name}.1", written), (8, 16, 16))
-    assert (found.heads, found.queries, found.keys, found.head_dim) == (6, 4096, 4096, 128)
-    assert found.blocks == blocks
-
-
-def test_blocks_on_the_command_line():
-    assert parse_blocks("2048,1024") == (2048, 1024, 1024)
-    assert parse_blocks("2048, 1024, 512") == (2048, 1024, 512)
-    for text in ("2048,x", "0,1024", "1,2,3,4"):
-        refused("--blocks", lambda text=text: parse_blocks(text))
+    backward = splash("splash_mha_dkv.1", in_metadata(block_q_dkv=2048, block_kv_dkv=512, block_kv_dkv_compute=256))
+    assert others_call(backward, blocks) == ("splash_mha_dkv.1", 6, 4096, 4096, 128, (2048, 512, 256))
 
 
 LOOK_UP = """
@@ -166,14 +144,12 @@ LOOK_UP = """
   %ids = s32[100]{0} parameter(1)
   ROOT %rows = bf16[100,64]{1,0} gather(%table, %ids), offset_dims={1}, slice_sizes={1,64}
 }
-
 %add (zeros: f32[9000,64], ids: s32[100], rows: f32[100,64]) -> f32[9000,64] {
   %zeros = f32[9000,64]{1,0} parameter(0)
   %ids = s32[100]{0} parameter(1)
   %rows = f32[100,64]{1,0} parameter(2)
   ROOT %sum = f32[9000,64]{1,0} scatter(%zeros, %ids, %rows), to_apply=%plus
 }
-
 %body (whole: f32[8,1024], part: f32[1,1024], at: s32[]) -> f32[8,1024] {
   %whole = f32[8,1024]{1,0} parameter(0)
   %part = f32[1,1024]{1,0} parameter(1)
@@ -182,14 +158,12 @@ LOOK_UP = """
   %sum = f32[1,1024]{1,0} add(%one, %part)
   ROOT %put = f32[8,1024]{1,0} dynamic-update-slice(%whole, %sum, %at, %at)
 }
-
 %fresh (part: f32[1,1024], at: s32[]) -> f32[8,1024] {
   %part = f32[1,1024]{1,0} parameter(0)
   %at = s32[] parameter(1)
   %zeros = f32[8,1024]{1,0} broadcast(%zero), dimensions={}
   ROOT %put = f32[8,1024]{1,0} dynamic-update-slice(%zeros, %part, %at, %at)
 }
-
 ENTRY %main (table: bf16[9000,64], ids: s32[100]) -> f32[9000,64] {
   %table = bf16[9000,64]{1,0:T(8,128)(2,1)} parameter(0)
   %ids = s32[100]{0:T(1024)} parameter(1)
@@ -245,26 +219,13 @@ ENTRY %main (x: {left}, w: {right}) -> {result} {{
 """
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "result", "settings", "multiply_adds"),
-    [
-        ("bf16[24576,4096]", "bf16[4096,14336]", "bf16[24576,14336]", "dim_labels=bf_io->bf", 24576 * 4096 * 14336),
-        (  # [3, 8192, 32, 128] x [32, 128, 4096], the heads as a window without padding
-            *("bf16[3,8192,32,128]", "bf16[1,32,128,4096]", "bf16[3,8192,1,4096]"),
-            *("window={size=1x32}, dim_labels=b01f_01io->b01f", 3 * 8192 * 32 * 128 * 4096),
-        ),
-        (  # each output of the window uses exactly one head, so this is a product with heads in the result
-            *("bf16[24576,1,4096]", "bf16[8,4096,128]", "bf16[24576,8,128]"),
-            *("window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=b0f_0io->b0f", 24576 * 4096 * 8 * 128),
-        ),
-        (  # a batch is a window of stride and holes
-            *("bf16[6,512,128]", "bf16[6,128,256]", "bf16[6,512,256]"),
-            *("window={size=6 stride=5 lhs_dilate=6}, dim_labels=0bf_0io->0bf", 6 * 512 * 128 * 256),
-        ),
-    ],
-)
-def test_flops_of_products_that_are_written_as_convolutions(left, right, result, settings, multiply_adds):
-    assert flops(convolution(left, right, result, settings)) == 2 * multiply_adds
+def test_flops_of_products_that_are_written_as_convolutions():
+    text = convolution("bf16[24576,4096]", "bf16[4096,14336]", "bf16[24576,14336]", "dim_labels=bf_io->bf")
+    assert flops(text) == 2 * 24576 * 4096 * 14336
+    # [3, 8192, 32, 128] x [32, 128, 4096], the heads as a window without padding
+    sizes = "bf16[3,8192,32,128]", "bf16[1,32,128,4096]", "bf16[3,8192,1,4096]"
+    text = convolution(*sizes, "window={size=1x32}, dim_labels=b01f_01io->b01f")
+    assert flops(text) == 2 * 3 * 8192 * 32 * 128 * 4096
 
 
 @pytest.mark.parametrize(

@@ -4,28 +4,12 @@ import pytest
 
 from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
+from train.plan import parts
 from train.plan.compiling import Memory
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Fabric
-from train.plan.parts import (
-    AGAIN,
-    AROUND,
-    ATTENTION,
-    BACKWARD,
-    EMBEDDING,
-    FORWARD,
-    LOGITS,
-    MLP,
-    NEITHER,
-    NORMS,
-    OPTIMIZER,
-    OTHER,
-    PROJECTIONS,
-    Widths,
-    part_of,
-    pass_of,
-)
+from train.plan.parts import AGAIN, BACKWARD, FORWARD, NEITHER, Widths, part_of, pass_of
 from train.plan.pods import pod
 from train.plan.ruler import measure, visits
 from train.plan.timeline import Player
@@ -34,115 +18,63 @@ LLAMA = Widths(4096, 14336, 128256, (32, 8), 128, 8192, devices=256)
 LONG = Widths(2048, 8192, 32768, (32, 8), 64, 8192, devices=256)  # hidden units as many as tokens
 WIDE = Widths(4096, 14336, 32768, (32, 8), 128, 32768, devices=64)  # a vocabulary as large as the length
 LOOP = "jit(_update)/jvp()/while/body/closed_call"
+DECODER = "jit(train_step)/jvp(Transformer)/decoder"
 
 
-def part(text, widths=LLAMA):
+def part(text, widths):
     """The part of the last instruction of a program."""
     module = parse(text)
     return part_of(module, module.entry, module.computations[module.entry][-1], widths)
 
 
-def product(left, right, result, name=f"{LOOP}/dot_general"):
-    return f"""
+@pytest.mark.parametrize(
+    ("left", "right", "result", "expected", "widths"),
+    [
+        ("bf16[3,8192,4096]", "bf16[4096,1792]", "bf16[3,8192,1792]", parts.MLP, LLAMA),  # an eighth of the units
+        ("bf16[3,8192,4096]", "bf16[4096,32,128]", "bf16[3,8192,32,128]", parts.PROJECTIONS, LLAMA),
+        ("bf16[8,8192,1024]", "bf16[1024,8,128]", "bf16[8,8192,8,128]", parts.PROJECTIONS, LLAMA),
+        ("bf16[3,32,8192,128]", "bf16[3,32,8192,128]", "f32[3,32,8192,8192]", parts.ATTENTION, LLAMA),
+        ("bf16[3,2048,4096]", "bf16[4096,501]", "f32[3,2048,501]", parts.LOGITS, LLAMA),  # split over all devices
+        ("bf16[3,7]", "bf16[7,5]", "bf16[3,5]", parts.OTHER, LLAMA),
+        ("bf16[3,8192,2048]", "bf16[2048,8192]", "bf16[3,8192,8192]", parts.MLP, LONG),
+        ("bf16[1,8192,4096]", "bf16[4096,32768]", "f32[1,8192,32768]", parts.LOGITS, WIDE),
+        ("bf16[1,32768,4096]", "bf16[4096,14336]", "bf16[1,32768,14336]", parts.MLP, WIDE),
+        ("pred[3,8192,128256]", "bf16[128256,4096]", "bf16[3,8192,4096]", parts.EMBEDDING, LLAMA),  # one-hot rows
+    ],
+)
+def test_products_are_known_by_their_sizes(left, right, result, expected, widths):
+    text = f"""
 ENTRY %main (x: {left}, w: {right}) -> {result} {{
   %x = {left}{{0}} parameter(0)
   %w = {right}{{0}} parameter(1)
-  ROOT %y = {result}{{0}} dot(%x, %w), lhs_contracting_dims={{0}}, metadata={{op_name="{name}"}}
+  ROOT %y = {result}{{0}} dot(%x, %w), lhs_contracting_dims={{0}}, metadata={{op_name="{LOOP}/dot_general"}}
 }}
 """
+    assert part(text, widths) == expected
 
 
-def elementwise(result, name):
-    return f"""
+@pytest.mark.parametrize(
+    ("result", "name", "expected", "within"),
+    [
+        ("bf16[3,8192,32,64]", f"{LOOP}/concatenate", parts.AROUND, FORWARD),  # half heads, in a rotation
+        ("bf16[3,8192,4096]", f"{LOOP}/add", parts.NORMS, FORWARD),
+        ("bf16[3,8192,14336]", "jit(u)/transpose(jvp())/checkpoint/rematted_computation/mul", parts.MLP, AGAIN),
+        ("bf16[3,8192,4096]", f"{DECODER}/layers/self_attention/query/convert", parts.AROUND, FORWARD),
+        ("bf16[3,8192,4096]", f"{DECODER}/layers/mlp/mul", parts.MLP, FORWARD),
+        ("bf16[3,8192,4096]", f"{DECODER}/token_embedder/embed/mul", parts.EMBEDDING, FORWARD),
+        ("bf16[3,8192,4096]", f"{DECODER}/logits_dense/convert", parts.LOGITS, FORWARD),
+        ("s32[24576]", "jit(_update)/transpose(jvp())/scatter-add", parts.EMBEDDING, BACKWARD),
+        ("f32[4,1024,14336]", "jit(_update)/jit(_where)/select_n", parts.OPTIMIZER, NEITHER),
+        ("f32[3,7]", "jit(_update)/jvp()/add", parts.OTHER, FORWARD),
+    ],
+)
+def test_other_instructions_are_known_by_name_and_size(result, name, expected, within):
+    text = f"""
 ENTRY %main (x: {result}) -> {result} {{
   ROOT %y = {result}{{0}} fusion(%x), kind=kLoop, calls=%none, metadata={{op_name="{name}"}}
 }}
 """
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "result", "expected", "widths"),
-    [
-        ("bf16[3,8192,4096]", "bf16[4096,14336]", "bf16[3,8192,14336]", MLP, LLAMA),
-        ("bf16[3,8192,4096]", "bf16[4096,1792]", "bf16[3,8192,1792]", MLP, LLAMA),  # split over eight devices
-        ("bf16[3,8192,4096]", "bf16[4096,32,128]", "bf16[3,8192,32,128]", PROJECTIONS, LLAMA),
-        ("bf16[3,8192,32,128]", "bf16[32,128,2,1024]", "bf16[3,8192,2,1024]", PROJECTIONS, LLAMA),
-        ("bf16[8,8192,1024]", "bf16[1024,8,128]", "bf16[8,8192,8,128]", PROJECTIONS, LLAMA),  # as many rows as heads
-        ("bf16[3,32,8192,128]", "bf16[3,32,8192,128]", "f32[3,32,8192,8192]", ATTENTION, LLAMA),
-        ("f32[3,32,8192,8192]", "bf16[3,32,8192,128]", "bf16[3,32,8192,128]", ATTENTION, LLAMA),
-        ("bf16[3,2048,4096]", "bf16[4096,501]", "f32[3,2048,501]", LOGITS, LLAMA),  # split over all devices
-        ("bf16[3,7]", "bf16[7,5]", "bf16[3,5]", OTHER, LLAMA),
-        ("bf16[3,8192,2048]", "bf16[2048,8192]", "bf16[3,8192,8192]", MLP, LONG),
-        ("bf16[3,8192,2048]", "bf16[2048,32,64]", "bf16[3,8192,32,64]", PROJECTIONS, LONG),
-        ("bf16[1,8192,4096]", "bf16[4096,32768]", "f32[1,8192,32768]", LOGITS, WIDE),
-        ("bf16[1,32768,4096]", "bf16[4096,14336]", "bf16[1,32768,14336]", MLP, WIDE),
-    ],
-)
-def test_products_are_known_by_their_sizes(left, right, result, expected, widths):
-    assert part(product(left, right, result), widths) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (f"{LOOP}/jit(blockwise)/while/body/dot_general", ATTENTION),
-        ("jit(train_step)/jvp(Transformer)/decoder/token_embedder/embed/dot_general", EMBEDDING),
-        ("jit(train_step)/jvp(Transformer)/decoder/logits_dense/dot_general", LOGITS),
-        ("jit(train_step)/jvp(Transformer)/token_embedder.attend/dot_general", LOGITS),
-    ],
-)
-def test_some_products_are_known_by_their_names(name, expected):
-    tiles = "bf16[3,8,512,128]", "bf16[3,8,512,128]", "f32[3,8,512,512]"
-    rows = "bf16[3,8192,128256]", "bf16[128256,4096]", "bf16[3,8192,4096]"
-    assert part(product(*(tiles if expected == ATTENTION else rows), name)) == expected
-
-
-def test_a_look_up_by_a_product_is_known_by_its_one_hot_rows():
-    inner = """
-%inner (ids: s32[3,8192], table: bf16[128256,4096]) -> bf16[3,8192,4096] {
-  %ones = pred[3,8192,128256]{2,1,0} fusion(%ids), kind=kLoop, calls=%compare
-  %numbers = bf16[3,8192,128256]{2,1,0} convert(%ones)
-  ROOT %rows = bf16[3,8192,4096]{2,1,0} dot(%numbers, %table), lhs_contracting_dims={2}
-}
-"""
-    outer = elementwise("bf16[3,8192,4096]", "jit(train_step)/jvp()/dot_general").replace("%none", "%inner")
-    assert part(inner + outer) == EMBEDDING
-    assert part(inner.replace("pred[", "f32[") + outer) == LOGITS
-
-
-@pytest.mark.parametrize(
-    ("result", "name", "expected", "widths"),
-    [
-        ("bf16[3,8192,32,64]", f"{LOOP}/concatenate", AROUND, LLAMA),  # half heads, in a rotation
-        ("f32[3,8,4,1,8192,128]", f"{LOOP}/broadcast_in_dim", AROUND, LLAMA),
-        ("bf16[3,8192,4096]", f"{LOOP}/add", NORMS, LLAMA),
-        ("bf16[3,8192,14336]", f"{LOOP}/mul", MLP, LLAMA),
-        ("f32[3,2048,128256]", "jit(_update)/jvp()/while/body/exp", LOGITS, LLAMA),
-        ("bf16[3,8192,4096]", "jit(train_step)/jvp(decoder)/layers/self_attention/query/convert", AROUND, LLAMA),
-        ("bf16[3,8192,4096]", "jit(train_step)/jvp(decoder)/layers/mlp/mul", MLP, LLAMA),
-        ("s32[24576]", "jit(_update)/transpose(jvp())/scatter-add", EMBEDDING, LLAMA),
-        ("s32[3,8,8]", f"{LOOP}/jit(inside)/shard_map/gather", AROUND, LLAMA),  # a gather of tiles inside the layers
-        ("f32[4,1024,14336]", "jit(_update)/jit(_where)/select_n", OPTIMIZER, LLAMA),
-        ("f32[3,7]", "jit(_update)/jvp()/add", OTHER, LLAMA),
-        ("bf16[1,32768,32,128]", f"{LOOP}/mul", AROUND, WIDE),
-        ("f32[1,8192,32768]", f"{LOOP}/exp", LOGITS, WIDE),
-    ],
-)
-def test_other_instructions_are_known_by_name_and_size(result, name, expected, widths):
-    assert part(elementwise(result, name), widths) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("jit(_update)/jvp()/while/body/closed_call/dot_general", FORWARD),
-        ("jit(_update)/transpose(jvp())/while/body/checkpoint/rematted_computation/dot_general", AGAIN),
-        ("jit(_update)/transpose(jvp())/while/body/closed_call/checkpoint/dot_general", BACKWARD),
-        ("jit(_update)/add", NEITHER),
-    ],
-)
-def test_passes(name, expected):
-    assert pass_of(name) == expected
+    assert (part(text, LLAMA), pass_of(name)) == (expected, within)
 
 
 STEP = """
@@ -151,15 +83,12 @@ STEP = """
   %w = bf16[256,1024]{1,0} parameter(1)
   ROOT %y = bf16[512,1024]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
 }
-
 %gathered (x: bf16[64,256]) -> bf16[256,256] {
   ROOT %g = bf16[256,256]{1,0} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
 }
-
 %idle (x: bf16[512,256]) -> bf16[512,256] {
   ROOT %x = bf16[512,256]{1,0} parameter(0)
 }
-
 %busy (x: bf16[512,256]) -> bf16[512,256] {
   %work = bf16[512,256]{1,0} fusion(%x), kind=kLoop, calls=%none, metadata={op_name="jit(u)/jvp()/while/body/mul"}, \
 backend_config={"estimated_cycles":"4000"}
@@ -168,7 +97,6 @@ custom_call_target="tpu_custom_call", operand_layout_constraints={s32[1,1,1,1]{3
 bf16[1,4,1,512,128]{4,3,2,1,0}, bf16[1,2,1,512,128]{4,3,2,1,0}, bf16[1,2,512,128]{3,2,1,0}}, \
 frontend_attributes={kernel_metadata={}}, metadata={op_name="jit(u)/jvp()/while/body/pallas_call"}
 }
-
 %body (p: (s32[], bf16[512,256])) -> (s32[], bf16[512,256]) {
   %p = (s32[], bf16[512,256]{1,0}) parameter(0)
   %x = bf16[512,256]{1,0} get-tuple-element(%p), index=1
@@ -182,7 +110,6 @@ metadata={op_name="jit(u)/transpose(jvp())/while/body/mlp/mul"}
   %c = bf16[512,256]{1,0} conditional(%p, %x, %x), branch_computations={%idle, %busy}
   ROOT %t = (s32[], bf16[512,256]{1,0}) tuple(%p, %c)
 }
-
 ENTRY %main (x: bf16[512,256]) -> bf16[512,256] {
   %x = bf16[512,256]{1,0} parameter(0)
   %ids = s32[512]{0} parameter(1)
@@ -210,13 +137,13 @@ def read(played):
 def test_each_part_has_its_time_and_products_and_all_add_up():
     reading = read(player())
     cycles = {key: spent.seconds * 1.75e9 for key, spent in reading.parts.items()}
-    assert cycles[MLP, FORWARD] == pytest.approx(3 * 10_000)
-    assert cycles[MLP, BACKWARD] == pytest.approx(3 * 100)
-    assert cycles[OPTIMIZER, NEITHER] == pytest.approx(500)
+    assert cycles[parts.MLP, FORWARD] == pytest.approx(3 * 10_000)
+    assert cycles[parts.MLP, BACKWARD] == pytest.approx(3 * 100)
+    assert cycles[parts.OPTIMIZER, NEITHER] == pytest.approx(500)
     # The causal mask allows 10 of the 4 x 4 pairs of shards of 512 tokens.
-    assert cycles[NORMS, FORWARD] == pytest.approx(3 * 4000 * 10 / 16)
-    assert reading.parts[EMBEDDING, FORWARD].seconds == pytest.approx((2 * 2 * 512 * 256 + 4 * 512) / 1640e9)
-    assert reading.flops == reading.parts[MLP, FORWARD].flops == 3 * 2 * 512 * 256 * 1024
+    assert cycles[parts.NORMS, FORWARD] == pytest.approx(3 * 4000 * 10 / 16)
+    assert reading.parts[parts.EMBEDDING, FORWARD].seconds == pytest.approx((2 * 2 * 512 * 256 + 4 * 512) / 1640e9)
+    assert reading.flops == reading.parts[parts.MLP, FORWARD].flops == 3 * 2 * 512 * 256 * 1024
     assert sum(spent.seconds for spent in reading.parts.values()) == pytest.approx(reading.tally.compute)
     (launches,) = reading.kernels.values()
     assert (launches.times, launches.seconds) == (3, pytest.approx(reading.tally.kernels))

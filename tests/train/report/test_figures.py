@@ -7,9 +7,7 @@ import pytest
 from matplotlib.text import Text
 from report_rows import EXTENSIONS, FAMILIES, task, text, zoo
 
-from train import report
 from train.report import curves, figure, grids, reached
-from train.report.ends import spread
 from train.report.groups import groups
 
 ABOUT = ("Title", "Text.")
@@ -60,12 +58,6 @@ def test_many_schemes_share_axes_and_a_line_and_have_names_that_do_not_overlap(d
         assert len(looks) == len(named(panel)) <= 8
 
 
-@pytest.mark.wide
-def test_no_two_names_of_forty_schemes_overlap(drawn):
-    figure.draw(zoo(seeds=1), *ABOUT)
-    check_names(drawn[0])
-
-
 def test_names_do_not_overlap_by_position_or_where_three_panels_share_a_row(drawn):
     places = {"position_ends": [8, 16, 32], "position_nll": [2.0, 1.5, 1.4]}
     rows = [{**row, **places} for n in range(8) for row in text(f"a scheme with a long name {n}", (5.0,) * 5)]
@@ -76,22 +68,6 @@ def test_names_do_not_overlap_by_position_or_where_three_panels_share_a_row(draw
     (line, *_) = named(drawn[0].axes[0])
     assert list(line.get_xdata()) == pytest.approx(np.sqrt([1 * 8, 9 * 16, 17 * 32]))
     assert list(line.get_ydata()) == pytest.approx(np.exp([2.0, 1.5, 1.4]))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_names_keep_their_order_and_distance_within_the_panel(seed):
-    draws = np.random.default_rng(seed)
-    wanted = draws.choice([0.0, 0.01, 0.03, 0.5, 0.97, 1.0], size=8) + draws.uniform(0, 1e-3, 8)
-    found = spread(wanted.tolist(), 0.1)
-    ordered = [found[n] for n in np.argsort(wanted)]
-    assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(ordered))
-    assert 0.05 - 1e-9 <= min(found) < max(found) <= 0.95 + 1e-9
-
-
-def test_names_move_no_more_than_they_must():
-    assert spread([0.2, 0.8, 0.5], 0.1) == [0.2, 0.8, 0.5]
-    assert spread([0.52, 0.5], 0.1) == pytest.approx([0.56, 0.46])
-    assert sorted(spread([0.9] * 20, 0.1)) == pytest.approx([(n + 0.5) / 20 for n in range(20)])
 
 
 def test_an_explosion_does_not_set_the_scale_and_is_named_at_the_edge(drawn):
@@ -192,12 +168,3 @@ def test_many_extensions_have_panels_of_their_own_each_with_the_trained_scheme()
     ]
     assert [group.title for group in found] == ["rope, extended (1 of 2)", "rope, extended (2 of 2)"]
     assert [group.labels[:2] for group in groups(rows[:-1])] == [("alibi", "rope + 0"), ("alibi", "rope + 4")]
-
-
-def test_rows_without_families_fill_panels_evenly():
-    found = groups([row for n in range(16) for row in text(f"scheme {n}", (5.0, 6.0))])
-    assert [(group.title, len(group.labels)) for group in found] == [(f"Schemes ({n} of 3)", 6) for n in (1, 2, 3)]
-
-
-def test_a_report_without_numbers_has_a_figure():
-    assert report.pictures(text("rope", (None,)), report.About("", "", "", "", {}))[0].png.startswith(b"\x89PNG")

@@ -8,8 +8,8 @@ from report_rows import task, text
 from scipy import stats
 
 import posjax as pj
-from train.report import estimate, families, reached
-from train.report.families import FAMILIES, family
+from train.report import families
+from train.report.families import family
 from train.report.numbers import (
     Estimate,
     accuracies,
@@ -18,7 +18,6 @@ from train.report.numbers import (
     endings,
     is_above_chance,
     last_length,
-    notes,
     positions,
     tasks,
     train_length,
@@ -26,13 +25,7 @@ from train.report.numbers import (
     trainings,
     windows,
 )
-from train.report.pairs import Interval, difference, interval
-
-
-def test_an_estimate_has_a_spread_from_two_values_on():
-    assert estimate([3.0]) == Estimate(3.0)
-    assert estimate([1.0, 3.0]) == Estimate(2.0, pytest.approx(math.sqrt(2)))
-    assert estimate([1.0, None]) is estimate([]) is None
+from train.report.pairs import difference
 
 
 def test_the_loss_at_the_training_length_or_the_next_longer_one():
@@ -128,76 +121,41 @@ def test_cases_of_all_depths_and_seeds_count_together():
     assert [is_above_chance(both[:1]), is_above_chance(both)] == [False, True]
 
 
-def test_notes_name_the_lengths_without_a_number_once():
-    rows = text("rope", (None, 5.0, None)) + text("rope", (None,), seed=1) + text("alibi", (5.0,))
-    failed = [{**row, "error": "too long"} for row in task("copy", "rope", (None,), lengths=(64,))]
-    assert notes(rows + failed) == ["rope at 32, 128: no memory", "rope, copy at 64: too long"]
-
-
-def seeded(label, values, **about):
-    """Rows at one length, a value for each seed."""
-    return [row for seed, value in enumerate(values) for row in text(label, (value,), seed=seed, **about)]
-
-
 @pytest.mark.parametrize("seeds", [2, 3, 8])
 def test_the_interval_is_that_of_the_paired_t_test(seeds):
+    def seeded(label, values):
+        return [row for seed, value in enumerate(values) for row in text(label, (value,), seed=seed)]
+
     draws = np.random.default_rng(seeds)
     level = draws.normal(2.0, 0.5, seeds)  # of each seed, shared by both schemes
     first, second = (level + draws.normal(shift, 0.05, seeds) for shift in (0.0, 0.03))
-    rows = seeded("rope", np.exp(first).tolist()) + seeded("alibi", np.exp(second).tolist())[::-1]
-    found = difference(rows, "alibi", "rope", 32)
+    rope = seeded("rope", np.exp(first).tolist())
+    found = difference(rope + seeded("alibi", np.exp(second).tolist())[::-1], "alibi", "rope", 32)
     expected = stats.ttest_rel(second, first).confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
     assert found.mean == pytest.approx((second - first).mean())
-    shorter = seeded("rope", np.exp(first).tolist()) + seeded("alibi", [math.exp(2), math.exp(2)])
+    assert found.has_zero == (expected.low <= 0 <= expected.high)
+    shorter = rope + seeded("alibi", [math.exp(2), math.exp(2)])
     assert difference(shorter, "alibi", "rope", 32).mean == pytest.approx((2 - first[:2]).mean())
+    for values in ((5.0,), (5.0, None)):  # one pair, or a seed without a number
+        assert difference(rope + seeded("alibi", values), "alibi", "rope", 32) is None
 
 
-def test_an_interval_that_holds_zero():
-    # Mean 2, standard deviation 1, three values: t of two degrees of freedom is 4.30265.
-    half = 4.302652729911275 / math.sqrt(3)
-    assert interval([1.0, 2.0, 3.0]) == Interval(2.0, pytest.approx(2.0 - half), pytest.approx(2.0 + half))
-    held = [interval(values).has_zero for values in ([1.0, 2.0, 3.0], [1.9, 2.0, 2.1], [-1.9, -2.0, -2.1])]
-    assert held == [True, False, False]
+PRESETS = [
+    ("nope", {}, families.ABSOLUTE),
+    ("p-rope", {}, families.ROTATIONS),
+    ("smollm3", {"num_layers": 4}, families.ROTATIONS),
+    ("rope", {"bias": {"name": "alibi"}}, families.BIASES),
+    ("cope", {}, families.BIASES),
+    ("rerope", {"window": 4}, families.WINDOWS),
+    ("hwfa", {"num_layers": 4, "length": 32}, families.WINDOWS),
+    ("coca-strict", {"mask": {"name": "window", "size": 4}}, families.WINDOWS),
+    ("coca-planes", {"planes": (0, 4)}, families.COCA),
+    ("performer", {}, families.LINEAR),
+    ("randomised", {"max_length": 64}, families.OTHER),
+]
 
 
-@pytest.mark.parametrize("values", [(5.0,), (5.0, None), (5.0, 6.0, None)])
-def test_one_pair_or_a_seed_without_a_number_gives_no_interval(values):
-    rows = seeded("rope", (5.0, 6.0, 7.0)) + seeded("alibi", values)
-    assert difference(rows, "alibi", "rope", 32) is difference(rows, "rope", "alibi", 32) is None
-
-
-def test_survival_falls_by_one_training_at_a_time():
-    assert reached.survival([700, 1000, 700, 900], 3000) == [
-        (0, 1.0),
-        (700, 0.75),
-        (700, 0.5),
-        (900, 0.25),
-        (1000, 0.0),
-        (3000, 0.0),
-    ]
-    assert reached.survival([None, 9], 20) == [(0, 1.0), (9, 0.5), (20, 0.5)]
-
-
-KNOWN = {
-    families.ABSOLUTE: ["nope", "sinusoidal", ("learned", {"max_length": 8})],
-    families.ROTATIONS: ["rope", "p-rope", "xpos", "pope", ("smollm3", {"num_layers": 4})],
-    families.BIASES: ["alibi", "t5", "fox", "cope", ("rope", {"bias": {"name": "alibi"}})],
-    families.WINDOWS: [
-        ("window", {"size": 4}),
-        ("rerope", {"window": 4}),
-        ("hwfa", {"num_layers": 4, "length": 32}),
-        ("coca-strict", {"mask": {"name": "window", "size": 4}}),
-    ],
-    families.COCA: ["coca-strict", "coca-slack", ("coca-planes", {"planes": (0, 4)})],
-    families.LINEAR: ["linear-elu", "performer"],
-    families.OTHER: ["key-norm", "ssmax", "learned-sinks", ("randomised", {"max_length": 64})],
-}
-
-
-def test_every_scheme_belongs_to_its_family():
-    assert tuple(KNOWN) == FAMILIES
-    for name, entries in KNOWN.items():
-        for entry in entries:
-            preset, options = (entry, {}) if isinstance(entry, str) else entry
-            assert family(pj.scheme(preset, **options)) == name, entry
+@pytest.mark.parametrize(("preset", "options", "name"), PRESETS)
+def test_every_scheme_belongs_to_its_family(preset, options, name):
+    assert family(pj.scheme(preset, **options)) == name

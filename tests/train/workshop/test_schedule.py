@@ -1,33 +1,28 @@
 """Static schedules: listings are read, runs are matched to parts, floors and sums are right, errors are reported."""
 
 import importlib.util
-import io
 import math
 import runpy
 
 import numpy as np
 import pytest
 from refusals import refused
-from rich.console import Console
 
 from posjax.masks import Causal, FirstTokens, Segments, Window
 from train.runtime.chips import CHIPS, chip
-from train.workshop.schedule import costs, layer, posjax_kernels
+from train.workshop.schedule import costs, posjax_kernels
 from train.workshop.schedule.bench import measure
 from train.workshop.schedule.compiling import DoesNotCompile, compile_for, streamed_bytes
-from train.workshop.schedule.config import Prediction, ScheduleConfig
+from train.workshop.schedule.config import Prediction
 from train.workshop.schedule.cost import Cost, Executions, Hot, Launch, cost, find_kernel
 from train.workshop.schedule.implementations import SCHEDULED, causal_tiles
 from train.workshop.schedule.kernels import read_kernels
 from train.workshop.schedule.program import KernelShape
-from train.workshop.schedule.report import by_shape, table
+from train.workshop.schedule.report import best
 
 # A grid of 4 steps: a start that some steps skip, two loops over tiles of two kinds, one with a wait in it.
 LISTING = """
-= control target key start
 LB: loop body
-= control target key end
-
      0   :  { %s1 = inlined_call_operand.vmem [shape: s32[8], index: 0] } /* entry bundle: %k = custom-call(%a) */
    0x1   :  { %s2 = smov 0 } /* Start region 1 */
    0x2 LB: > { %s3 = sadd.s32 1, %s2 } /* Start region 9 :: Start region 2 */
@@ -89,10 +84,6 @@ def read(tmp_path):
     return lambda text=LISTING: dump(tmp_path, text)
 
 
-def bundles(kernel, kind):
-    return [part.bundles for part in kernel.parts if part.kind == kind]
-
-
 def test_a_dump_becomes_loops_and_branches_with_their_bundles_and_cycles(read):
     kernel = read()
     assert [(part.depth, part.kind, part.trips, part.bundles) for part in kernel.parts] == [
@@ -111,20 +102,6 @@ def test_a_dump_becomes_loops_and_branches_with_their_bundles_and_cycles(read):
     hot = [(part.bundles, part.cycles, part.slots["MXU"]) for part in kernel.parts if part.is_hot]
     assert hot == [(4, 6, 2), (5, 6, 1)]
     assert kernel.parts[3].slots == {"MXU": 0, "XLU": 0, "SPILL": COLD}
-
-
-@pytest.mark.lab
-def test_other_forms_of_a_listing_are_read(read):
-    second = """  0x15 LB: >> { %v6 = vst %v5 } /* Start region 30 */
-   0xff  : >> { %12 = sbr.rel (%p9) target = $region30 }
-   0xff  : > { %v6 = vst %v5 }
-"""
-    assert bundles(read(LISTING.replace("  0x16   : > { %v6 = vst %v5 }\n", second)), "loop") == [6, 4, 5, 2]
-    by_number = LISTING.replace("target = $region6 }", f"target bundleno = {8 + COLD} (0x1c), region = 6 }}")
-    assert read(by_number) == read()
-    leaves = LISTING.replace("%s2 = smov 0 }", "%s2 = smov 0  ;;  %1 = sbr.rel (%p0) target = $region99 }")
-    leaves = leaves.replace("   0x2 LB:", "  0xff   :  {}\n   0x2 LB:") + "  0x1b PF:  {} /* exit bundle: %k */\n"
-    assert [(part.kind, part.bundles) for part in read(leaves).parts[:2]] == [("kernel", 4), ("branch", 1)]
 
 
 PRODUCTS = ((512, 128, 512), (512, 512, 128))
@@ -165,24 +142,6 @@ def test_parts_are_counted_as_stated(read, stated, chip, bundles, stalls):
     assert (found.bundles, found.cycles) == pytest.approx((bundles / 10, (bundles + stalls) / 10))
 
 
-@pytest.mark.lab
-def test_of_several_conditionals_the_largest_are_the_stated_ones(read):
-    stores = "   0xff  : > { %v8 = vst %v0 }\n" * (COLD - 2)
-    small = f"""   0xff  : > {{ %12 = sbr.rel (%p9) target = $region40 }}
-   0xff  :  {{}}
-{stores}   0xff PF: > {{ %p8 = vmov 0 }} /* Start/End empty region 40 */
-"""
-    kernel = read(LISTING.replace("   0x6   :", small + "   0x6   :"))
-    assert bundles(kernel, "branch")[1:3] == [COLD - 2, COLD]
-    step = 8 + 3 + COLD - 2  # the smaller conditional runs with each step
-    found = cost(kernel, launch(START, FULL, MASKED), V5E)
-    assert found.bundles == pytest.approx((3 + 6 * 6 + 4 * step + COLD + 10 * 1024 + 4) / 10)
-
-
-INNER = """   0xff LB: >> { %v9 = vadd } /* Start region 30 */
-   0xff  : >> { sbr.rel (!%p9) target = $region30 }
-   0xff  : > { %v6 = vst %v5 }
-"""
 REFUSALS = [
     ("listing", lambda read: read(LISTING.replace("Start region 7 ", ""))),
     ("listing", lambda read: read(LISTING.replace("(%p2) target = $region6", "(%p2) target = $region22"))),
@@ -190,12 +149,6 @@ REFUSALS = [
     ("posjax_forward.1", lambda read: cost(read(), launch(START, FULL), V5E)),
     ("posjax_forward.1", lambda read: cost(read(), launch(START, START, FULL, MASKED), V5E)),
     ("posjax_forward.1", lambda read: cost(read(), launch(START, FULL, MASKED, steps=8), V5E)),
-    (
-        "posjax_forward.1",
-        lambda read: cost(
-            read(LISTING.replace("  0x16   : > { %v6 = vst %v5 }\n", INNER)), launch(START, FULL, MASKED), V5E
-        ),
-    ),
     ("chip", lambda read: compile_for("v9", "nowhere:nothing")),
 ]
 
@@ -279,42 +232,13 @@ def test_allowed_pairs_are_counted():
         assert posjax_kernels.needed(case, KernelShape(2048, 3, 128)) == 3 * allowed.sum()
 
 
-def cells(shown):
-    """The cells of a printed table without its heading."""
-    text = io.StringIO()
-    Console(file=text, width=220).print(shown)
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines() if "│" in line]
+def test_each_kernel_of_an_implementation_is_taken_at_its_best_blocks():
+    def predicted(q, *bundles):
+        made = tuple(Cost("kernel", (), each, 2, 3, 4, 512**2, 512**2) for each in bundles)
+        return Prediction("v5e", "posjax, forward", SHAPE, {"q": q}, made)
 
-
-def predicted(name, blocks, *bundles, shape=SHAPE):
-    hot = (Hot("tile", 1, 77, 88, 66, 9), Hot("again", 0, 99, 99, 66, 9))
-    made = tuple(Cost(f"kernel {n}", hot, each, 2, 3, 4, 512**2, 512**2 / 2) for n, each in enumerate(bundles))
-    return Prediction("v5e", name, shape, blocks, made, 2**20, None if bundles else "out of VMEM")
-
-
-def test_tables_hold_every_kernel_at_its_best():
-    plain, two, other = "posjax, forward", "jax splash, two-kernel backward", "posjax ALiBi, forward"
-    results = [
-        predicted(plain, {"q": 512}, 2000),
-        predicted(plain, {"q": 1024}, 1000),
-        predicted(two, {"q": 512}, 1000, 7000),
-        predicted(two, {"q": 1024}, 3000, 5000),
-        predicted(other, {"q": 512}, 1100),
-        predicted("jax splash, forward", {"q": 512}),
-    ]
-    config = ScheduleConfig(implementations=(plain, two, other, "jax splash, forward"))
-    rest = ["77", "9", "1.0 MiB"]
-    assert cells(table("v5e", config, results)) == [
-        [plain, "q 1024", "1,000", "3", "2", "1.000 / 1.000", "2,000", "4", "0.0", *rest],
-        [f"{two}: kernel 0", "q 512", "1,000", "3", "2", "", "2,000", "4", "0.0", *rest],
-        [f"{two}: kernel 1", "q 1024", "5,000", "3", "2", "", "10,000", "4", "0.0", *rest],
-        [f"{two}: together", "", "6,000", "6", "4", "", "12,000", "8", "0.0", "", "", ""],
-        [other, "q 512", "1,100", "3", "2", "1.100 / 1.000", "2,200", "4", "0.0", *rest],
-        ["jax splash, forward", "out of VMEM", *[""] * 10],
-    ]
-    assert cells(by_shape("v5e", config, results[:2])) == [[plain, "128", "1,000 (333.333) 1024"]]
-    layers = [layer.AttentionLayer("v6e", name, n * 1e6, 1e6, (1, 2, 3)) for name, n in (("rope", 3), ("coca", 2))]
-    assert cells(layer.table(layers))[1] == ["v6e", "coca", "2.00", "1.00", "1 x 2 x 3", "3.00", "0.750"]
+    found = best([predicted(512, 1000, 7000), predicted(1024, 3000, 5000), predicted(2048)])
+    assert [(each.blocks["q"], each.costs[0].bundles) for each in found] == [(512, 1000), (1024, 5000)]
 
 
 def test_what_tiles_cost_is_written_as_a_module(tmp_path):
