@@ -5,6 +5,7 @@ import struct
 import sys
 from contextlib import closing
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -14,10 +15,9 @@ from refusals import refused
 from tensorboardX.proto.event_pb2 import Event
 
 from train.config import parse
-from train.model.build import decoder_config
 from train.monitor.cache import enable_compilation_cache
 from train.monitor.logs import MetricsLog, read_metrics
-from train.monitor.monitor import Monitor, check_monitor, model_flops, tokens_left
+from train.monitor.monitor import Monitor, check_monitor, tokens_left
 from train.monitor.trace import Trace
 from train.runtime.paths import path
 
@@ -143,64 +143,37 @@ def test_other_processes_write_and_show_nothing(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_flops_of_some_of_the_rows_are_scaled_to_all_rows():
-    config = parse({**CONFIG, "stages": []})
-    ids = np.zeros((2, 16), np.int32)
-    ids[:, 8:] = 1
-    decoder = decoder_config(config)
-    whole = model_flops(config.train, decoder, np.concatenate([ids, ids]))
-    assert model_flops(config.train, decoder, ids) == whole < model_flops(config.train, decoder, None)
-
-
 def test_tokens_left_over_all_stages():
     stages = [parse(CONFIG).stage(number) for number in range(2)]
     assert [tokens_left(stages, step) for step in (0, 3, 4, 5, 10)] == [640, 448, 384, 320, 0]
 
 
-class Wandb:
-    """A stub of wandb, which need not be installed; it records its calls."""
-
-    __spec__ = object()
-
-    def __init__(self):
-        self.calls = []
-
-    def init(self, **settings):
-        self.calls.append(settings)
-        return self
-
-    def log(self, values, step):
-        self.calls.append((step, values))
-
-    def finish(self):
-        self.calls.append("finished")
-
-
 def test_wandb_gets_the_known_values_and_its_run_resumes(tmp_path, monkeypatch):
-    wandb, config = Wandb(), with_monitor(wandb="lengths", tensorboard=False)
+    """Wandb need not be installed; a stub records its calls."""
+    wandb, config = MagicMock(), with_monitor(wandb="lengths", tensorboard=False)
+    wandb.__spec__ = object()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for steps in (range(1, 3), range(1, 5)):
         with Monitor(config, tmp_path) as monitor:
             run(monitor, steps)
-    (first, one, end, second, two, _) = wandb.calls
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
     assert first == second
     assert (first["project"], first["name"], first["resume"]) == ("lengths", "run", "allow")
     assert first["config"]["train"]["length"] == 16
-    assert end == "finished"
-    assert (one[0], one[1]["loss"], two[0]) == (2, 0.5, 4)
-    assert not {"mfu", "stage"} & set(one[1])
+    one, two = wandb.init.return_value.log.call_args_list
+    assert (one.kwargs["step"], one.args[0]["loss"], two.kwargs["step"]) == (2, 0.5, 4)
+    assert not {"mfu", "stage"} & set(one.args[0])
+    assert wandb.init.return_value.finish.call_count == 2
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+EVALUATES = {"evaluate_every": 5}
 REFUSALS = [
     ("monitor.profile", lambda: check_monitor(with_monitor(profile=[1, 11]))),
     ("monitor.profile", lambda: check_monitor(with_monitor(profile=[0, 2]))),
     ("monitor.profile", lambda: check_monitor(with_monitor(profile=[3, 2]))),
     ("monitor.wandb", lambda: check_monitor(with_monitor(wandb="lengths"))),
-    (
-        "monitor.evaluate_every",
-        lambda: check_monitor(parse({"model": {"causal": False}, "monitor": {"evaluate_every": 5}})),
-    ),
+    ("monitor.evaluate_every", lambda: check_monitor(parse({"model": {"causal": False}, "monitor": EVALUATES}))),
 ]
 
 

@@ -77,79 +77,17 @@ def test_the_share_of_tiles_is_that_of_the_mask():
     assert visited_share(uniform(scheme("window", size=100), 2), 1024, causal=True)(128, 256) == tiles
 
 
-STEPS, START, TILE, FINISH, SLOTS = 6 * 16, 20, 3000, 18, 4
-SPLASH = "splash_mha_fwd_segmented_residuals"
-
-
-def listing():
-    """The compiler's listing of a loop over a grid with three conditionals, of which the second multiplies matrices."""
-    lines = [
-        "  :   {} /* entry bundle: %k = custom-call(%a) */",
-        "LB: > { %s3 = sadd.s32 1, %s2 } /* Start region 1 */",
-    ]
-    for region, body, times in ((2, "vst", START), (3, "vmatmul", TILE), (4, "vst", FINISH)):
-        lines.append(f"  : > {{ %b = sbr.rel (%p{region}) target = $region{region} }}")
-        lines += ["  :   {}"] * SLOTS + [f"  : > {{ %v = {body} %v0 }}"] * times
-        lines.append(f"PF: > {{ %m = vmov 0 }} /* Start/End empty region {region} */")
-    lines.append(f"  : > {{ %p7 = scmp.ge.s32.totalorder %s3, {STEPS + 2} }}")
-    lines += ["  : > { %b = sbr.rel (!%p7) target = $region1 }", "  :   { %e = vsyncpa [#allocation3], 1 }"]
-    return [f"  {hex(n) if n else '   0'} {line}" for n, line in enumerate(lines)]
-
-
-@pytest.fixture
-def dumped(tmp_path):
-    """A folder with the files that the compiler dumps for one kernel."""
-    lines = listing()
-    uses = "\n".join(f"{int('vmatmul' in line)} 0" for line in lines)
-    utilization = f"==:\nMXU, XLU\n4 1\n== UTILIZATION:\n{uses}\n"
-    text = "\n".join(lines)
-    kinds = ("packed-bundles-post-ra", "final_hlo-static-per-bundle-utilization", "final_bundles")
-    for number, (kind, body) in enumerate(zip(kinds, (text, utilization, text), strict=True)):
-        (tmp_path / f"17-{SPLASH}.2-0{number}-{kind}.txt").write_text(body)
-    return tmp_path
-
-
-def splash(name=f"{SPLASH}.2", metadata="{}"):
-    """A call of another library's kernel for three rows with two heads each."""
+def test_the_sizes_and_blocks_of_another_librarys_kernel_are_read_from_its_call():
+    sizes = {"block_q_dkv": 2048, "block_kv_dkv": 512, "block_kv_dkv_compute": 256}
+    # JSON in a string in JSON, on separate lines, as in a program
+    written = "{\n" + json.dumps({"xprof_metadata": json.dumps(sizes)}, separators=(",", ":"))[1:-1] + "\n}"
     q = "bf16[3,2,4096,128]{3,2,1,0}"
-    return call(name, f"({q}, f32[3,2,4096]{{2,1,0}})", f"s8[1,4,4]{{2,1,0}}, {q}, {q}, {q}", metadata)
-
-
-def in_metadata(**sizes):
-    """JSON in a string in JSON, on separate lines, as in a program."""
-    return "{\n" + json.dumps({"xprof_metadata": json.dumps(sizes)}, separators=(",", ":"))[1:-1] + "\n}"
-
-
-def test_another_librarys_kernel_takes_the_bundles_of_its_tiles_and_rows(dumped):
-    share, blocks = visited_share(uniform(scheme("rope"), 1), 4096, causal=True), (1024, 1024, 1024)
-
-    def seconds(name=f"{SPLASH}.2", metadata="{}", **known):
-        return AnyKernels(pod("v6e:2x2"), share, **known).seconds(splash(name, metadata))
-
-    around = 1 + 3 * (1 + SLOTS) + 3 + 2
-    cycles = 2 + (STEPS + 2) * around + 6 * 4 * (START + FINISH) + 6 * 10 * TILE
-    stated = in_metadata(block_q=1024, block_kv=1024, block_q_dkv=None)
-    assert seconds(schedules=dumped, blocks=blocks) == pytest.approx(cycles / 1.75e9)
-    assert seconds(f"{SPLASH}.7", stated, schedules=dumped) == pytest.approx(cycles / 1.75e9)
-    assert seconds(blocks=blocks) is seconds(schedules=dumped) is None
-    assert seconds("someones_kernel.1", schedules=dumped, blocks=blocks) is None
-    assert seconds(schedules=dumped, blocks=(2048, 2048, 2048)) is None  # the grid has another number of steps
-    backward = splash("splash_mha_dkv.1", in_metadata(block_q_dkv=2048, block_kv_dkv=512, block_kv_dkv_compute=256))
-    assert others_call(backward, blocks) == ("splash_mha_dkv.1", 6, 4096, 4096, 128, (2048, 512, 256))
+    line = call("splash_mha_dkv.1", f"({q}, f32[3,2,4096])", f"s8[1,4,4]{{2,1,0}}, {q}, {q}, {q}", written)
+    assert others_call(line) == ("splash_mha_dkv.1", 6, 4096, 4096, 128, (2048, 512, 256))
+    assert AnyKernels(pod("v6e:2x2"), everything).seconds(line) is None  # no schedules
 
 
 LOOK_UP = """
-%inner (table: bf16[9000,64], ids: s32[100]) -> bf16[100,64] {
-  %table = bf16[9000,64]{1,0} parameter(0)
-  %ids = s32[100]{0} parameter(1)
-  ROOT %rows = bf16[100,64]{1,0} gather(%table, %ids), offset_dims={1}, slice_sizes={1,64}
-}
-%add (zeros: f32[9000,64], ids: s32[100], rows: f32[100,64]) -> f32[9000,64] {
-  %zeros = f32[9000,64]{1,0} parameter(0)
-  %ids = s32[100]{0} parameter(1)
-  %rows = f32[100,64]{1,0} parameter(2)
-  ROOT %sum = f32[9000,64]{1,0} scatter(%zeros, %ids, %rows), to_apply=%plus
-}
 %body (whole: f32[8,1024], part: f32[1,1024], at: s32[]) -> f32[8,1024] {
   %whole = f32[8,1024]{1,0} parameter(0)
   %part = f32[1,1024]{1,0} parameter(1)
@@ -158,27 +96,16 @@ LOOK_UP = """
   %sum = f32[1,1024]{1,0} add(%one, %part)
   ROOT %put = f32[8,1024]{1,0} dynamic-update-slice(%whole, %sum, %at, %at)
 }
-%fresh (part: f32[1,1024], at: s32[]) -> f32[8,1024] {
-  %part = f32[1,1024]{1,0} parameter(0)
-  %at = s32[] parameter(1)
-  %zeros = f32[8,1024]{1,0} broadcast(%zero), dimensions={}
-  ROOT %put = f32[8,1024]{1,0} dynamic-update-slice(%zeros, %part, %at, %at)
-}
 ENTRY %main (table: bf16[9000,64], ids: s32[100]) -> f32[9000,64] {
   %table = bf16[9000,64]{1,0:T(8,128)(2,1)} parameter(0)
   %ids = s32[100]{0:T(1024)} parameter(1)
   %whole = f32[8,1024]{1,0:T(8,128)} parameter(2)
   %part = f32[1,1024]{1,0:T(8,128)} parameter(3)
   %at = s32[]{:T(128)S(6)} parameter(4)
-  %found = bf16[100,64]{1,0:T(8,128)(2,1)} fusion(%table, %ids), kind=kCustom, calls=%inner
+  %found = bf16[100,64]{1,0:T(8,128)(2,1)} gather(%table, %ids), slice_sizes={1,64}
   %sorted = (s32[100]{0}, s32[100]{0:T(1024)S(1)}) sort(%ids, %ids), dimensions={0}, to_apply=%less
-  %zeros = f32[9000,64]{1,0} get-tuple-element(%state), index=0
-  %grown = f32[100,64]{1,0} get-tuple-element(%state), index=1
-  %sum = f32[9000,64]{1,0} fusion(%zeros, %ids, %grown), kind=kCustom, calls=%add
+  %sum = bf16[9000,64]{1,0} scatter(%table, %ids, %found), to_apply=%plus
   %put = f32[8,1024]{1,0:T(8,128)} fusion(%whole, %part, %at), kind=kLoop, calls=%body
-  %new = f32[8,1024]{1,0:T(8,128)} fusion(%part, %at), kind=kLoop, calls=%fresh
-  %near = f32[8,1024]{1,0:T(8,128)S(1)} add(%put, %new)
-  ROOT %alone = f32[8,1024]{1,0:T(8,128)} dynamic-update-slice(%near, %part, %at, %at)
 }
 """
 
@@ -187,19 +114,15 @@ ENTRY %main (table: bf16[9000,64], ids: s32[100]) -> f32[9000,64] {
     ("name", "size", "by_bytes"),
     [
         ("found", 2 * (2 * 100 * 64) + 4 * 100, True),  # reads and writes the rows that it takes
-        ("sum", 3 * 4 * 100 * 64 + 4 * 100, True),  # reads and writes the rows that it adds to
+        ("sum", 3 * 2 * 100 * 64 + 4 * 100, True),  # reads and writes the rows that it adds to
         ("sorted", 2 * 4 * 100 + 4 * 100, True),  # but not what stays in a memory of the cores
         ("put", 3 * 4 * 1024, False),  # reads a slice and the part, writes a slice
-        ("alone", 2 * 4 * 1024, False),
-        ("new", 4 * 1024 + 4 * 8 * 1024, False),  # an array that is made anew is written whole
-        ("near", 2 * 4 * 8 * 1024, False),  # read, but not written
     ],
 )
 def test_instructions_move_the_bytes_that_they_read_and_write(name, size, by_bytes):
     module = parse(LOOK_UP)
     line = module.named["main"][name]
-    assert moved_bytes(module, "main", line) == size
-    assert is_lookup(module, line) is by_bytes
+    assert (moved_bytes(module, "main", line), is_lookup(module, line)) == (size, by_bytes)
 
 
 def flops(text):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels
-from train.plan.network import Fabric, groups_of, kind_of
+from train.plan.network import Fabric
 from train.plan.pods import pod
 from train.plan.timeline import Player
 
@@ -75,22 +75,6 @@ def test_bytes_by_axis_of_a_program_with_known_collectives():
             ("rows+columns", "all-reduce"): 2 * 4 * 7 / 8,
         }
         assert not tally.unknown
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("replica_groups={}", [[0, 1, 2, 3]]),
-        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
-    ],
-)
-def test_groups_in_every_notation(text, expected):
-    line = parse(entry(f"%g = f32[4]{{0}} all-reduce(%x), {text}, to_apply=%add")).named["main"]["g"]
-    assert kind_of(line) == "all-reduce"
-    assert groups_of(line, 4) == expected
 
 
 ROW, RING = {"rows": 4, "columns": 4}, [[0, 1], [1, 2], [2, 3], [3, 0]]

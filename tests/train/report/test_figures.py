@@ -157,14 +157,3 @@ def test_the_zoo_is_forty_schemes_in_panels_of_one_family():
     for root in ("coca-strict", "inverse-leaky", "hwfa2"):
         extended = {f"{root} + {name}" for name in EXTENSIONS[root]}
         assert any({root, *extended} <= set(group.labels) for group in found)
-
-
-def test_many_extensions_have_panels_of_their_own_each_with_the_trained_scheme():
-    extensions = [row for n in range(8) for row in text(f"rope + {n}", (5.0,), base="rope")]
-    rows = text("alibi", (5.0,)) + extensions + text("rope", (5.0,))
-    found = groups(rows)
-    assert [group.labels for group in found] == [
-        ("alibi", "rope", *(f"rope + {n}" for n in part)) for part in (range(4), range(4, 8))
-    ]
-    assert [group.title for group in found] == ["rope, extended (1 of 2)", "rope, extended (2 of 2)"]
-    assert [group.labels[:2] for group in groups(rows[:-1])] == [("alibi", "rope + 0"), ("alibi", "rope + 4")]

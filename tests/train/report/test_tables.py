@@ -81,6 +81,9 @@ def test_updates_to_a_loss_have_every_seed_and_the_median_of_all():
     )
     page = report.render(rows, [], report.About("", "", "", "", {}))
     assert "rope 2 of 4." in page  # a note, because the others' tasks do not count
+    missed, hit = ({"stop_loss": 2.0, "updates_to_loss": n} for n in (None, 7))
+    [row], [other] = task("copy", "rope", (0.25,), seed=0), task("copy", "rope", (0.75,), seed=1)
+    assert table([*rows, row | missed, other | hit], "Copy").rows == (("rope", "75.0"),)
     assert report.updates_to_loss(text("rope", [5.0])) == []
 
 

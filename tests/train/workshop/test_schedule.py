@@ -12,13 +12,11 @@ from posjax.masks import Causal, FirstTokens, Segments, Window
 from train.runtime.chips import CHIPS, chip
 from train.workshop.schedule import costs, posjax_kernels
 from train.workshop.schedule.bench import measure
-from train.workshop.schedule.compiling import DoesNotCompile, compile_for, streamed_bytes
-from train.workshop.schedule.config import Prediction
+from train.workshop.schedule.compiling import DoesNotCompile, compile_for
 from train.workshop.schedule.cost import Cost, Executions, Hot, Launch, cost, find_kernel
 from train.workshop.schedule.implementations import SCHEDULED, causal_tiles
 from train.workshop.schedule.kernels import read_kernels
 from train.workshop.schedule.program import KernelShape
-from train.workshop.schedule.report import best
 
 # A grid of 4 steps: a start that some steps skip, two loops over tiles of two kinds, one with a wait in it.
 LISTING = """
@@ -232,15 +230,6 @@ def test_allowed_pairs_are_counted():
         assert posjax_kernels.needed(case, KernelShape(2048, 3, 128)) == 3 * allowed.sum()
 
 
-def test_each_kernel_of_an_implementation_is_taken_at_its_best_blocks():
-    def predicted(q, *bundles):
-        made = tuple(Cost("kernel", (), each, 2, 3, 4, 512**2, 512**2) for each in bundles)
-        return Prediction("v5e", "posjax, forward", SHAPE, {"q": q}, made)
-
-    found = best([predicted(512, 1000, 7000), predicted(1024, 3000, 5000), predicted(2048)])
-    assert [(each.blocks["q"], each.costs[0].bundles) for each in found] == [(512, 1000), (1024, 5000)]
-
-
 def test_what_tiles_cost_is_written_as_a_module(tmp_path):
     whole, masked = (Hot(f"{kind}, near, near", n, 1, 10 + n, 0.0, 0) for kind, n in (("whole", 9), ("masked", 3)))
     again = Hot("whole, near, near, again", 0, 1, 99, 0.0, 0)
@@ -269,15 +258,3 @@ def test_a_real_kernel_costs_what_its_bundles_say(tmp_path):
     (tmp_path / "mine.py").write_text("def factory():\n    raise RuntimeError('not\\nyet')\n")
     with pytest.raises(DoesNotCompile, match=r"^RuntimeError: not yet$"):
         compile_for("v5e", f"{tmp_path}/mine.py:factory")
-
-
-ROTATION = (
-    "  %posjax_rotation.1 = bf16[2,8,256]{2,1,0:T(8,128)(2,1)} custom-call(%x, %c, %s), "
-    'custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[2,8,256]{2,1,0}, f32[8,128]{1,0}, '
-    'f32[8,128]{1,0}}, metadata={op_name="f32[99]"}\n'
-)
-
-
-def test_kernels_that_stream_count_by_their_bytes():
-    others = "  %posjax_attention_forward.2 = bf16[2,8,256]{2,1,0} custom-call(%q)\n  %f = bf16[9] fusion(%x)\n"
-    assert streamed_bytes(2 * ROTATION + others) == 2 * (2 * 2 * 8 * 256 * 2 + 2 * 8 * 128 * 4)
