@@ -1,6 +1,5 @@
-"""The time of kernels, the bytes of look-ups and the FLOPs of products, from small programs counted by hand."""
+"""The time of kernels, and the FLOPs of products, from small programs counted by hand."""
 
-import itertools
 import json
 import math
 
@@ -15,7 +14,6 @@ from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
-from train.plan.moved import is_lookup, moved_bytes
 from train.plan.others import AnyKernels, others_call
 from train.plan.pods import pod
 from train.plan.products import products_of
@@ -87,44 +85,6 @@ def test_the_sizes_and_blocks_of_another_librarys_kernel_are_read_from_its_call(
     assert AnyKernels(pod("v6e:2x2"), everything).seconds(line) is None  # no schedules
 
 
-LOOK_UP = """
-%body (whole: f32[8,1024], part: f32[1,1024], at: s32[]) -> f32[8,1024] {
-  %whole = f32[8,1024]{1,0} parameter(0)
-  %part = f32[1,1024]{1,0} parameter(1)
-  %at = s32[] parameter(2)
-  %one = f32[1,1024]{1,0} dynamic-slice(%whole, %at, %at), dynamic_slice_sizes={1,1024}
-  %sum = f32[1,1024]{1,0} add(%one, %part)
-  ROOT %put = f32[8,1024]{1,0} dynamic-update-slice(%whole, %sum, %at, %at)
-}
-ENTRY %main (table: bf16[9000,64], ids: s32[100]) -> f32[9000,64] {
-  %table = bf16[9000,64]{1,0:T(8,128)(2,1)} parameter(0)
-  %ids = s32[100]{0:T(1024)} parameter(1)
-  %whole = f32[8,1024]{1,0:T(8,128)} parameter(2)
-  %part = f32[1,1024]{1,0:T(8,128)} parameter(3)
-  %at = s32[]{:T(128)S(6)} parameter(4)
-  %found = bf16[100,64]{1,0:T(8,128)(2,1)} gather(%table, %ids), slice_sizes={1,64}
-  %sorted = (s32[100]{0}, s32[100]{0:T(1024)S(1)}) sort(%ids, %ids), dimensions={0}, to_apply=%less
-  %sum = bf16[9000,64]{1,0} scatter(%table, %ids, %found), to_apply=%plus
-  %put = f32[8,1024]{1,0:T(8,128)} fusion(%whole, %part, %at), kind=kLoop, calls=%body
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "by_bytes"),
-    [
-        ("found", 2 * (2 * 100 * 64) + 4 * 100, True),  # reads and writes the rows that it takes
-        ("sum", 3 * 2 * 100 * 64 + 4 * 100, True),  # reads and writes the rows that it adds to
-        ("sorted", 2 * 4 * 100 + 4 * 100, True),  # but not what stays in a memory of the cores
-        ("put", 3 * 4 * 1024, False),  # reads a slice and the part, writes a slice
-    ],
-)
-def test_instructions_move_the_bytes_that_they_read_and_write(name, size, by_bytes):
-    module = parse(LOOK_UP)
-    line = module.named["main"][name]
-    assert (moved_bytes(module, "main", line), is_lookup(module, line)) == (size, by_bytes)
-
-
 def flops(text):
     """The FLOPs of all products in the entry."""
     module = parse(text)
@@ -149,23 +109,6 @@ def test_flops_of_products_that_are_written_as_convolutions():
     sizes = "bf16[3,8192,32,128]", "bf16[1,32,128,4096]", "bf16[3,8192,1,4096]"
     text = convolution(*sizes, "window={size=1x32}, dim_labels=b01f_01io->b01f")
     assert flops(text) == 2 * 3 * 8192 * 32 * 128 * 4096
-
-
-@pytest.mark.parametrize(
-    ("size", "window", "stride", "before", "after", "of_left", "of_right"),
-    [(9, 3, 2, 1, 0, 1, 1), (8, 2, 1, 2, 3, 2, 1), (10, 3, 2, 0, 4, 1, 3), (5, 4, 3, 3, 3, 3, 2)],
-)
-def test_any_window_against_counting(size, window, stride, before, after, of_left, of_right):
-    wide = (size - 1) * of_left + 1 + before + after
-    results = (wide - (window - 1) * of_right - 1) // stride + 1
-    numbers = {before + n * of_left for n in range(size)}
-    hits = sum(o * stride + t * of_right in numbers for o, t in itertools.product(range(results), range(window)))
-    settings = (
-        f"window={{size={window} stride={stride} pad={before}_{after} lhs_dilate={of_left} rhs_dilate={of_right}}}, "
-        "dim_labels=b0f_0io->b0f"
-    )
-    text = convolution(f"f32[2,{size},3]", f"f32[{window},3,5]", f"f32[2,{results},5]", settings)
-    assert flops(text) == 2 * hits * 2 * 3 * 5
 
 
 def test_a_program_of_jax_counts_what_its_shapes_say():

@@ -18,6 +18,7 @@ from train.report.numbers import (
     endings,
     is_above_chance,
     last_length,
+    notes,
     positions,
     train_length,
     training_length_loss,
@@ -78,6 +79,18 @@ def test_losses_in_training_are_those_at_shared_numbers_of_tokens():
     assert list(trainings(rows)["rope"]) == [8]
 
 
+def test_cases_of_all_depths_and_seeds_count_together():
+    """Three standard errors of 200 cases are 0.106, of 100 cases 0.15."""
+    both = [row for depth in (0.0, 1.0) for row in task("needle", "rope", (0.62,), chance=0.5, cases=100, depth=depth)]
+    assert [is_above_chance(both[:1]), is_above_chance(both)] == [False, True]
+
+
+def test_notes_name_the_lengths_without_a_number_once():
+    rows = text("rope", (None, 5.0, None)) + text("rope", (None,), seed=1) + text("alibi", (5.0,))
+    failed = [{**row, "error": "too long"} for row in task("copy", "rope", (None,), lengths=(64,))]
+    assert notes(rows + failed) == ["rope at 32, 128: no memory", "rope, copy at 64: too long"]
+
+
 def test_accuracies_are_means_over_depths_then_over_seeds():
     rows = [
         row
@@ -93,6 +106,7 @@ def test_accuracies_are_means_over_depths_then_over_seeds():
     ("share", "chance", "cases", "clear"),
     [
         (0.56, 0.5, 10_000, True),
+        (0.05, None, 10_000, False),  # not more than a twentieth
         (0.54, 0.5, 10_000, False),  # less than a twentieth
         (0.64, 0.5, 100, False),  # three standard errors are 0.15
         (0.29, None, 100, True),  # without a guess, one right answer is the guess: 3 sqrt(0.01 * 0.99 / 100) = 0.03
