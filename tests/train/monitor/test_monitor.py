@@ -166,7 +166,6 @@ def test_wandb_gets_the_known_values_and_its_run_resumes(tmp_path, monkeypatch):
 EVALUATES = {"evaluate_every": 5}
 REFUSALS = [
     ("monitor.profile", lambda: check_monitor(with_monitor(profile=[1, 11]))),
-    ("monitor.profile", lambda: check_monitor(with_monitor(profile=[0, 2]))),
     ("monitor.profile", lambda: check_monitor(with_monitor(profile=[3, 2]))),
     ("monitor.wandb", lambda: check_monitor(with_monitor(wandb="lengths"))),
     ("monitor.evaluate_every", lambda: check_monitor(parse({"model": {"causal": False}, "monitor": EVALUATES}))),

@@ -23,7 +23,7 @@ from train.plan.largest import Allocation, largest
 from train.plan.plan import make_plan, plan_evaluation, plan_of
 from train.plan.pods import GIB, Pod, pod
 from train.plan.report import assumptions, show
-from train.plan.sweep import candidates, rough_seconds, sweep
+from train.plan.sweep import candidates, sweep
 
 
 def test_pods_have_the_published_chips_and_rings():
@@ -92,7 +92,6 @@ def test_what_is_kept_is_read_again(tmp_path):
     [
         ("memory", {"memory": None}),
         ("memory", {"memory": {**SIZES, "temp_size_in_bytes": "much"}}),
-        ("step.axes", {"axes": {"fsdp": 0}}),
         ("step.coordinates[0][0]", {"coordinates": [["x"] * 4] * 4}),
         ("coordinates", {"coordinates": PLACES[:3]}),
         ("--topology", {"axes": {"fsdp": 2}, "coordinates": PLACES[:2]}),
@@ -123,13 +122,11 @@ STAGES = "stages=[{name: first}, {name: second}]"
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("--topology", ["--topology", "v5p", "--flags=--xla_a=1"]),
-        ("v9", ["--topology", "v9:2x2", "--flags="]),
+        ("--topology", ["--topology", "v9:2x2", "--flags=--xla_a=1"]),
         ("3 dimensions", ["--topology", "v5p:8x8"]),
         ("--slices", ["--topology", "v5e:2x4", "--slices", "0"]),
         ("train.mesh.replica=2", ["--topology", "v5e:2x2", "--slices", "2"]),
         ("train.mesh.data", ["--topology", "v5e:2x4", "train.mesh={data: 3}"]),
-        ("--sweep", ["--topology", "v6e:2x2", "--against", "a", "--sweep", "2"]),
         ("--sweep", ["--topology", "v5e:2x4", "--evaluate", "--sweep"]),
         (
             "--sweep",
@@ -228,24 +225,6 @@ def test_a_sweep_tries_what_can_be_split(long_rows):
     assert meshes == {(1, *sizes) for sizes in powers if sizes[0] * sizes[1] <= 4 and sizes[3] <= 4}
     assert "fsdp 4 x context 2, full, ulysses" in found
     assert "context 8, full, ulysses" not in found  # four query heads
-    # Rough memory: state is split over fsdp and context; the policy decides what a layer keeps.
-    whole, split = found["data 4 x tensor 2, full"], found["fsdp 4 x tensor 2, full"]
-    assert whole.bytes - split.bytes == pytest.approx(16 * PARAMETERS / 2 * 3 / 4)
-    assert found["context 4 x tensor 2, full, ring"].bytes == split.bytes
-    attended = 2 * 4096 * 4 * 1024 / 2
-    kept = 2 * 4096 * 4 * (2 * 1024 + 2 * 512 + 3 * 2736) / 2
-    assert found["fsdp 4 x tensor 2, dots"].bytes - split.bytes == pytest.approx(kept + attended)
-    assert found["fsdp 4 x tensor 2, attention"].bytes - split.bytes == attended
-
-
-def test_rough_times_are_those_of_the_network(long_rows):
-    axes = {"replica": 2, "data": 8, "fsdp": 1, "context": 1, "tensor": 1}
-    # Each of the four chips in a slice sends a quarter of the gradients in bfloat16: half of them out, half back.
-    assert rough_seconds(long_rows, axes, pod("7x:2x2x1", 2)) == pytest.approx(2 * PARAMETERS / 4 / 12.5e9)
-    few = parse({**LONG, "train": {"length": 8, "batch_tokens": 8}})
-    axes = {"replica": 1, "data": 1, "fsdp": 1, "context": 8, "tensor": 1}
-    keys_and_values = 6 * 2 * 1 * 4 * 512 * 7
-    assert rough_seconds(few, axes, pod("v5e:2x4")) == pytest.approx((6 * PARAMETERS + keys_and_values) / (2 * 45e9))
 
 
 def test_a_sweep_without_a_compiler_says_so(long_rows, monkeypatch):
@@ -289,7 +268,6 @@ Total bytes: 303001075712 (282.19GiB)
   321.62GiB( 99%);  256.00MiB; 299445354496;               16; f32[32,16,1,8192], 8\u00d7bf16[32,4,8192,64]
   321.63GiB( 99%);   12.50KiB; 299445354496;                1; pred[12800]
   321.63GiB( 99%);        20B; 299445354496;                1; ()
-  The rest 1126 values are less than 5% of the total size and not shown.
 
   cumulative_size;       size;       offset; used_by_n_values; shapes_list
   ------------------------------------------------------------

@@ -105,17 +105,6 @@ def test_axes_have_titles_ticks_and_the_training_length(drawn, train_length, whe
     assert [tick.get_text().split("\n")[0] for tick in panels[0].get_xticklabels()] == ["32", "64", "128"]
 
 
-def test_trainings_of_different_lengths_share_an_axis(drawn):
-    def training(n):
-        return {"tokens": [1000, 1000 * (n + 2)], "held_out_loss": [3.0, 2.0 - n / 100]}
-
-    curves.draw_training([row for n in range(9) for row in text(f"scheme {n}", (5.0,), training=training(n))])
-    first, second = drawn[0].axes
-    assert first.get_xlim() == second.get_xlim()
-    assert first.get_xlim()[1] > 10_000
-    assert first.get_ylim() == second.get_ylim() == pytest.approx((1.87, 3.05))
-
-
 def test_trainings_that_end_at_a_loss_are_steps_of_survival(drawn):
     about = {"stop_loss": 2.0, "updates": 3000}
     rows = [row for seed, n in enumerate([900, None]) for row in text("coca", (5.0,), seed=seed, updates_to_loss=n)]
