@@ -1,195 +1,109 @@
-"""The part of the model and the pass of each instruction, in our programs and in those of MaxText."""
+"""The part of the model and the pass of each instruction, and their sums over a step, as the timeline counts them."""
 
 import pytest
 
+from posjax.scheme import uniform
+from posjax.scheme.presets import scheme
+from train.plan import parts
+from train.plan.compiling import Memory
 from train.plan.hlo import parse
-from train.plan.parts import (
-    AGAIN,
-    AROUND,
-    ATTENTION,
-    BACKWARD,
-    EMBEDDING,
-    FORWARD,
-    LOGITS,
-    MLP,
-    NEITHER,
-    NORMS,
-    OPTIMIZER,
-    OTHER,
-    PROJECTIONS,
-    Widths,
-    part_of,
-    pass_of,
-)
+from train.plan.kernels import Kernels, visited_share
+from train.plan.network import Fabric
+from train.plan.parts import BACKWARD, FORWARD, NEITHER, Widths, part_of
+from train.plan.pods import pod
+from train.plan.ruler import measure
+from train.plan.timeline import Player
 
 LLAMA = Widths(4096, 14336, 128256, (32, 8), 128, 8192, devices=256)
+LONG = Widths(2048, 8192, 32768, (32, 8), 64, 8192, devices=256)  # hidden units as many as tokens
+WIDE = Widths(4096, 14336, 32768, (32, 8), 128, 32768, devices=64)  # a vocabulary as large as the length
 LOOP = "jit(_update)/jvp()/while/body/closed_call"
 
 
-def part(text: str, widths: Widths = LLAMA) -> str:
+def part(text, widths):
     """The part of the last instruction of a program."""
     module = parse(text)
     return part_of(module, module.entry, module.computations[module.entry][-1], widths)
 
 
-def product(left: str, right: str, result: str, name: str = f"{LOOP}/dot_general") -> str:
-    return f"""
+@pytest.mark.parametrize(
+    ("left", "right", "result", "expected", "widths"),
+    [
+        ("bf16[3,8192,4096]", "bf16[4096,1792]", "bf16[3,8192,1792]", parts.MLP, LLAMA),  # an eighth of the units
+        ("bf16[3,8192,4096]", "bf16[4096,32,128]", "bf16[3,8192,32,128]", parts.PROJECTIONS, LLAMA),
+        ("bf16[8,8192,1024]", "bf16[1024,8,128]", "bf16[8,8192,8,128]", parts.PROJECTIONS, LLAMA),
+        ("bf16[3,32,8192,128]", "bf16[3,32,8192,128]", "f32[3,32,8192,8192]", parts.ATTENTION, LLAMA),
+        ("bf16[3,2048,4096]", "bf16[4096,501]", "f32[3,2048,501]", parts.LOGITS, LLAMA),  # split over all devices
+        ("bf16[3,7]", "bf16[7,5]", "bf16[3,5]", parts.OTHER, LLAMA),
+        ("bf16[3,8192,2048]", "bf16[2048,8192]", "bf16[3,8192,8192]", parts.MLP, LONG),
+        ("bf16[1,8192,4096]", "bf16[4096,32768]", "f32[1,8192,32768]", parts.LOGITS, WIDE),
+        ("bf16[1,32768,4096]", "bf16[4096,14336]", "bf16[1,32768,14336]", parts.MLP, WIDE),
+        ("pred[3,8192,128256]", "bf16[128256,4096]", "bf16[3,8192,4096]", parts.EMBEDDING, LLAMA),  # one-hot rows
+    ],
+)
+def test_products_are_known_by_their_sizes(left, right, result, expected, widths):
+    text = f"""
 ENTRY %main (x: {left}, w: {right}) -> {result} {{
   %x = {left}{{0}} parameter(0)
   %w = {right}{{0}} parameter(1)
-  ROOT %y = {result}{{0}} dot(%x, %w), lhs_contracting_dims={{0}}, metadata={{op_name="{name}"}}
+  ROOT %y = {result}{{0}} dot(%x, %w), lhs_contracting_dims={{0}}, metadata={{op_name="{LOOP}/dot_general"}}
 }}
 """
+    assert part(text, widths) == expected
 
 
-def elementwise(result: str, name: str) -> str:
-    return f"""
-ENTRY %main (x: {result}) -> {result} {{
-  %x = {result}{{0}} parameter(0)
-  ROOT %y = {result}{{0}} fusion(%x), kind=kLoop, calls=%none, metadata={{op_name="{name}"}}
-}}
-"""
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "result", "expected"),
-    [
-        ("bf16[3,8192,4096]", "bf16[4096,14336]", "bf16[3,8192,14336]", MLP),
-        ("bf16[3,8192,1024]", "bf16[1024,14336]", "bf16[3,8192,14336]", MLP),  # a part of a collective product
-        ("bf16[3,8192,4096]", "bf16[4096,1792]", "bf16[3,8192,1792]", MLP),  # split over eight devices
-        ("bf16[3,8192,4096]", "bf16[4096,32,128]", "bf16[3,8192,32,128]", PROJECTIONS),
-        ("bf16[3,8192,32,128]", "bf16[32,128,2,1024]", "bf16[3,8192,2,1024]", PROJECTIONS),
-        ("bf16[3,8192,4096]", "bf16[3,8192,8,128]", "bf16[4096,8,128]", PROJECTIONS),  # the gradient
-        ("bf16[8,8192,4096]", "bf16[4096,8,128]", "bf16[8,8192,8,128]", PROJECTIONS),  # as many rows as heads
-        ("bf16[8,8192,1024]", "bf16[1024,8,128]", "bf16[8,8192,8,128]", PROJECTIONS),
-        ("bf16[3,32,8192,128]", "bf16[3,32,8192,128]", "f32[3,32,8192,8192]", ATTENTION),
-        ("f32[3,32,8192,8192]", "bf16[3,32,8192,128]", "bf16[3,32,8192,128]", ATTENTION),
-        ("bf16[3,2048,4096]", "bf16[4096,128256]", "f32[3,2048,128256]", LOGITS),
-        ("bf16[3,2048,4096]", "bf16[4096,501]", "f32[3,2048,501]", LOGITS),  # split over all devices
-        ("bf16[3,7]", "bf16[7,5]", "bf16[3,5]", OTHER),
-    ],
-)
-def test_products_by_their_sizes(left, right, result, expected):
-    assert part(product(left, right, result)) == expected
-
-
-def test_tiles_of_attention_without_a_kernel_are_recognized_by_their_name():
-    sides = "bf16[3,8,512,128]", "bf16[3,8,512,128]", "f32[3,8,512,512]"
-    assert part(product(*sides, f"{LOOP}/jit(blockwise)/while/body/dot_general")) == ATTENTION
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("jit(train_step)/jvp(Transformer)/decoder/token_embedder/embed/dot_general", EMBEDDING),
-        ("jit(train_step)/jvp(Transformer)/decoder/logits_dense/dot_general", LOGITS),
-        ("jit(train_step)/jvp(Transformer)/token_embedder.attend/dot_general", LOGITS),
-    ],
-)
-def test_a_look_up_by_a_product_is_distinguished_from_the_head_by_its_name(name, expected):
-    assert part(product("bf16[3,8192,128256]", "bf16[128256,4096]", "bf16[3,8192,4096]", name)) == expected
-
-
-@pytest.mark.parametrize("as_numbers", [False, True])
-def test_a_look_up_by_a_product_is_distinguished_from_the_head_by_its_one_hot_rows(as_numbers):
-    inner = """
-%inner (ids: s32[3,8192], table: bf16[128256,4096]) -> bf16[3,8192,4096] {
-  %ids = s32[3,8192]{1,0} parameter(0)
-  %table = bf16[128256,4096]{1,0} parameter(1)
-  %ones = pred[3,8192,128256]{2,1,0} fusion(%ids), kind=kLoop, calls=%compare
-  %numbers = bf16[3,8192,128256]{2,1,0} convert(%ones)
-  ROOT %rows = bf16[3,8192,4096]{2,1,0} dot(%SIDE, %table), lhs_contracting_dims={2}
+STEP = """
+%idle (x: bf16[512,256]) -> bf16[512,256] {
+  ROOT %x = bf16[512,256]{1,0} parameter(0)
 }
-""".replace("SIDE", "numbers" if as_numbers else "ones")
-    outer = elementwise("bf16[3,8192,4096]", "jit(train_step)/jvp()/dot_general").replace("%none", "%inner")
-    assert part(inner + outer) == EMBEDDING
-    assert part(inner.replace("pred[", "f32[") + outer) == LOGITS
-
-
-def test_products_inside_of_a_fusion_decide():
-    inner = product("bf16[3,8192,4096]", "bf16[4096,14336]", "bf16[3,8192,14336]").replace("ENTRY %main", "%inner")
-    outer = elementwise("bf16[3,8192,4096]", f"{LOOP}/add").replace("calls=%none", "calls=%inner")
-    assert part(inner + outer) == MLP
-
-
-@pytest.mark.parametrize(
-    ("result", "name", "expected"),
-    [
-        ("bf16[3,8192,32,128]", f"{LOOP}/jit(inside)/shard_map/mul", AROUND),
-        ("bf16[3,8192,32,64]", f"{LOOP}/concatenate", AROUND),  # half heads, in a rotation
-        ("f32[3,8,4,1,8192,128]", f"{LOOP}/broadcast_in_dim", AROUND),
-        ("bf16[3,8192,4096]", f"{LOOP}/add", NORMS),
-        ("f32[3,8192]", f"{LOOP}/rsqrt", NORMS),
-        ("bf16[3,8192,14336]", f"{LOOP}/mul", MLP),
-        ("f32[3,2048,128256]", "jit(_update)/jvp()/while/body/exp", LOGITS),
-        ("bf16[3,8192,4096]", "jit(train_step)/jvp(decoder)/layers/pre_self_attention_layer_norm/mul", NORMS),
-        ("bf16[3,8192,4096]", "jit(train_step)/jvp(decoder)/layers/self_attention/query/convert", AROUND),
-        ("bf16[3,8192,4096]", "jit(train_step)/jvp(decoder)/layers/mlp/mul", MLP),
-        ("s32[24576]", "jit(_update)/transpose(jvp())/scatter-add", EMBEDDING),
-        ("s32[3,8,8]", f"{LOOP}/jit(inside)/shard_map/gather", AROUND),  # a gather of tiles inside the layers
-        ("f32[4,1024,14336]", "jit(_update)/jit(_where)/select_n", OPTIMIZER),
-        ("f32[3,7]", "jit(_update)/jvp()/add", OTHER),
-    ],
-)
-def test_other_instructions_by_name_and_size(result, name, expected):
-    assert part(elementwise(result, name)) == expected
-
-
-def test_a_fusion_that_gathers_outside_of_the_layers_is_the_embedding():
-    text = """
-%inner (table: bf16[1024,4096], ids: s32[96]) -> bf16[96,4096] {
-  %table = bf16[1024,4096]{1,0} parameter(0)
-  %ids = s32[96]{0} parameter(1)
-  ROOT %rows = bf16[96,4096]{1,0} gather(%table, %ids), slice_sizes={1,4096}
+%busy (x: bf16[512,256]) -> bf16[512,256] {
+  %work = bf16[512,256]{1,0} fusion(%x), kind=kLoop, calls=%none, metadata={op_name="jit(u)/jvp()/while/body/mul"}, \
+backend_config={"estimated_cycles":"4000"}
+  %posjax_attention_forward.1 = (bf16[1,4,512,128]{3,2,1,0}, f32[1,4,1,512]{3,2,1,0}) custom-call(%x), \
+custom_call_target="tpu_custom_call", operand_layout_constraints={s32[1,1,1,1]{3,2,1,0}, s32[1,1,1,3]{3,2,1,0}, \
+bf16[1,4,1,512,128]{4,3,2,1,0}, bf16[1,2,1,512,128]{4,3,2,1,0}, bf16[1,2,512,128]{3,2,1,0}}, \
+frontend_attributes={kernel_metadata={}}, metadata={op_name="jit(u)/jvp()/while/body/pallas_call"}
 }
-
-ENTRY %main (table: bf16[1024,4096], ids: s32[96]) -> bf16[96,4096] {
-  ROOT %f = bf16[96,4096]{1,0} fusion(%t, %i), kind=kCustom, calls=%inner, metadata={op_name="jit(_update)/jvp()/take"}
+%body (p: (s32[], bf16[512,256])) -> (s32[], bf16[512,256]) {
+  %x = bf16[512,256]{1,0} get-tuple-element(%p), index=1
+  %async-collective-start.1 = bf16[256,256]{1,0} fusion(%x), kind=kCustom, calls=%gathered
+  %beside = bf16[512,1024]{1,0} fusion(%x), kind=kOutput, calls=%gathered, backend_config={"estimated_cycles":"100"}, \
+metadata={op_name="jit(u)/transpose(jvp())/while/body/mlp/mul"}
+  %async-collective-done.1 = bf16[256,256]{1,0} fusion(%x), kind=kCustom, calls=%gathered
+  ROOT %c = bf16[512,256]{1,0} conditional(%p, %x, %x), branch_computations={%idle, %busy}
+}
+%gathered (x: bf16[64,256]) -> bf16[256,256] {
+  ROOT %g = bf16[256,256]{1,0} all-gather(%x), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+ENTRY %main (x: bf16[512,256]) -> bf16[512,256] {
+  %x = bf16[512,256]{1,0} parameter(0)
+  %ids = s32[512]{0} parameter(1)
+  %rows = bf16[512,256]{1,0} gather(%x, %ids), slice_sizes={1,256}, metadata={op_name="jit(u)/jvp()/gather"}
+  %w = (s32[], bf16[512,256]{1,0}) while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %sum = f32[8,8]{1,0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %new = bf16[512,256]{1,0} fusion(%x), kind=kLoop, calls=%none, metadata={op_name="jit(u)/add"}, \
+backend_config={"estimated_cycles":"500"}
 }
 """
-    assert part(text) == EMBEDDING
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("jit(_update)/jvp()/while/body/closed_call/dot_general", FORWARD),
-        ("jit(train_step)/jvp(Transformer)/decoder/layers/while/body/checkpoint/mul", FORWARD),
-        ("jit(_update)/transpose(jvp())/while/body/checkpoint/rematted_computation/dot_general", AGAIN),
-        ("jit(_update)/transpose(jvp())/while/body/closed_call/checkpoint/dot_general", BACKWARD),
-        ("jit(_update)/transpose(jvp(transpose(jvp())))/scatter-add", BACKWARD),
-        ("jit(_update)/add", NEITHER),
-        ("", NEITHER),
-    ],
-)
-def test_passes(name, expected):
-    assert pass_of(name) == expected
-
-
-def test_a_size_with_another_meaning_is_not_a_shard():
-    widths = Widths(1024, 4096, 32000, (8, 8), 128, 2048, devices=8)
-    assert widths.shards(4096) == {4096, 512}  # 2048 is the length, 1024 the width
-    assert widths.shards(32000) == {32000, 16000, 8000, 4000}
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "result", "expected"),
-    [
-        ("bf16[3,8192,2048]", "bf16[2048,8192]", "bf16[3,8192,8192]", MLP),
-        ("bf16[3,8192,8192]", "bf16[8192,2048]", "bf16[3,8192,2048]", MLP),
-        ("bf16[3,8192,2048]", "bf16[2048,32,64]", "bf16[3,8192,32,64]", PROJECTIONS),
-        ("bf16[3,2048,2048]", "bf16[2048,32768]", "bf16[3,2048,32768]", LOGITS),
-    ],
-)
-def test_a_hidden_width_as_large_as_the_length_is_distinguished_from_it(left, right, result, expected):
-    widths = Widths(2048, 8192, 32768, (32, 8), 64, 8192, devices=256)
-    assert part(product(left, right, result), widths) == expected
-
-
-def test_a_vocabulary_as_large_as_the_length_is_distinguished_from_it():
-    widths = Widths(4096, 14336, 32768, (32, 8), 128, 32768, devices=64)
-    assert part(product("bf16[1,8192,4096]", "bf16[4096,32768]", "f32[1,8192,32768]"), widths) == LOGITS
-    assert part(product("bf16[1,32768,4096]", "bf16[4096,14336]", "bf16[1,32768,14336]"), widths) == MLP
-    assert part(elementwise("bf16[1,32768,4096]", f"{LOOP}/add"), widths) == NORMS
-    assert part(elementwise("bf16[1,32768,32,128]", f"{LOOP}/mul"), widths) == AROUND
-    assert part(elementwise("f32[1,8192,32768]", f"{LOOP}/exp"), widths) == LOGITS
+def test_each_part_has_its_time_and_all_add_up():
+    """Three trips of a loop with a collective spread over fusions, and a kernel with a causal mask."""
+    target = pod("v6e:2x2")
+    places = tuple((x, y, 0, 0) for x, y in ((0, 0), (1, 0), (1, 1), (0, 1)))
+    share = visited_share(uniform(scheme("rope"), 1), 2048, causal=True)
+    player = Player(parse(STEP), Fabric(target, {"fsdp": 4}, places), Kernels(target, share))
+    widths = Widths(256, 1024, 8192, (4, 2), 64, 512, devices=4)
+    reading = measure("a step", player, Memory(*[0.0] * 7), 4 * 512, widths)
+    cycles = {key: spent.seconds * 1.75e9 for key, spent in reading.parts.items()}
+    assert cycles[parts.MLP, BACKWARD] == pytest.approx(3 * 100)
+    assert cycles[parts.OPTIMIZER, NEITHER] == pytest.approx(500)
+    # The causal mask allows 10 of the 4 x 4 pairs of shards of 512 tokens.
+    assert cycles[parts.NORMS, FORWARD] == pytest.approx(3 * 4000 * 10 / 16)
+    assert reading.parts[parts.EMBEDDING, FORWARD].seconds == pytest.approx((2 * 2 * 512 * 256 + 4 * 512) / 1640e9)
+    assert sum(spent.seconds for spent in reading.parts.values()) == pytest.approx(reading.tally.compute)
+    (launches,) = reading.kernels.values()
+    assert (launches.times, launches.seconds) == (3, pytest.approx(reading.tally.kernels))
+    sent = {key: (each.times, each.bytes) for key, each in reading.collectives.items()}
+    assert sent == {("all-gather", "bf16"): (3, 3 * 3 / 4 * 2 * 256**2), ("all-reduce", "f32"): (1, 2 * 3 / 4 * 4 * 64)}
+    assert sum(reading.tally.moved.values()) == sum(size for _, size in sent.values())
