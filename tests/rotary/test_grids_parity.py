@@ -63,16 +63,17 @@ SPANS = [3, (2, 3), 1]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, YARN], ids=["default", "yarn"])
 @pytest.mark.parametrize(
-    ("model", "layout", "sections"), [("qwen2_vl", "chunked", (4, 6, 6)), ("qwen3_vl", "interleaved", (6, 5, 5))]
+    ("model", "name", "layout", "sections", "rule", "scaling"),
+    [
+        ("qwen2_vl", "Qwen2VL", "chunked", (4, 6, 6), YaRN(4.0, 64, base=1e6), YARN),
+        ("qwen3_vl", "Qwen3VLText", "interleaved", (6, 5, 5), Plain(1e6), {"rope_type": "default"}),
+    ],
 )
-def test_mrope(model, layout, sections, scaling):
+def test_mrope(model, name, layout, sections, rule, scaling):
     hf = __import__(f"transformers.models.{model}.modeling_{model}", fromlist=["*"])
-    prefix = {"qwen2_vl": "Qwen2VL", "qwen3_vl": "Qwen3VLText"}[model]
     options = {"mrope_section": list(sections), "rope_theta": 1e6, **scaling}
-    maker = {"qwen2_vl": "Qwen2VLTextConfig", "qwen3_vl": "Qwen3VLTextConfig"}[model]
-    config = getattr(transformers, maker)(
+    config = getattr(transformers, f"{name.removesuffix('Text')}TextConfig")(
         hidden_size=D * HEADS,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
@@ -81,10 +82,9 @@ def test_mrope(model, layout, sections, scaling):
         rope_parameters=options,
     )
     ids = mrope_positions(SPANS).coordinates
-    embedding = getattr(hf, f"{prefix}RotaryEmbedding")(config)
+    embedding = getattr(hf, f"{name}RotaryEmbedding")(config)
     cos, sin = embedding(torch.zeros(1, dtype=torch.float32), torch.tensor(ids.T[:, None]))
     expected = rotated(hf.apply_rotary_pos_emb, Q[:, : len(ids)], cos, sin)
-    rule = Plain(1e6) if scaling is not YARN else YaRN(4.0, 64, base=1e6)
     slot = Rotary(MRoPE(rule=rule, sections=sections, layout=layout))
     np.testing.assert_allclose(slot.query({}, Q[:, : len(ids)], ids, head_dim=D), expected, atol=5e-6)
 

@@ -50,9 +50,3 @@ def test_features_are_those_of_rope_and_the_rest_of_a_partial_head_is_not_damped
     assert (rates >= 0).all()
     assert slot.shift_invariant
     assert "causal" in slot.one_sided
-
-
-@pytest.mark.parametrize("options", [{"gamma": 0.0}, {"gamma": -0.1}, {"scale_base": 0}, {"scale_base": float("inf")}])
-def test_bad_decays_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        XPos(**options)
