@@ -8,22 +8,9 @@ import pytest
 from exact_angles import cos_sin
 from rotations import powers, turn
 
-from posjax.coca import Coca
 from posjax.positions import Range
-from posjax.rotary import (
-    AXIAL_LAYOUTS,
-    Axial,
-    DynamicNTK,
-    MRoPE,
-    Plain,
-    RoPETie,
-    Rotary,
-    YaRN,
-    grid_coordinates,
-    mrope_positions,
-    patch_centres,
-    tie_positions,
-)
+from posjax.rotary import AXIAL_LAYOUTS, Axial, DynamicNTK, MRoPE, Plain, RoPETie, YaRN
+from posjax.rotary.coordinates import grid_coordinates, mrope_positions, patch_centres, tie_positions
 
 H, W, D = 3, 4, 16
 GRID = grid_coordinates(H, W)
@@ -86,16 +73,6 @@ def test_integer_coordinates_are_exact_and_each_pair_reads_its_axis(rule, size, 
         np.testing.assert_allclose(table.sin[:, t], sin[:, 0], atol=2e-6)
 
 
-def test_scores_depend_on_differences_of_coordinates_alone():
-    def scores(coordinates):
-        phi, psi = Rotary(Axial())(X, X, q_positions=coordinates, kv_positions=coordinates, head_dim=D)
-        return jnp.einsum("btnd,bsnd->bnts", phi, psi)
-
-    near = scores(GRID)
-    np.testing.assert_allclose(scores(GRID + np.array([1_000_003, -5000])), near, atol=2e-5)
-    assert np.abs(scores(GRID * np.array([1, 2])) - near).max() > 0.1
-
-
 def test_real_coordinates_keep_their_fraction_far_away_and_have_gradients():
     rows = np.array([[65_536.5, 3.25], [-1_000_000.5, 0.0]])
     angles = rows[:, np.arange(D // 2) % 2] * ALL
@@ -113,13 +90,6 @@ def test_rules_of_one_axis_bring_their_scaling():
     table = MRoPE(rule=DynamicNTK(8), sections=(2, 3, 3)).table(coordinates, head_dim=D, length=32)
     theta = 1 / (10_000 * 4 ** (D / (D - 2))) ** (np.arange(D // 2) / (D // 2))
     np.testing.assert_allclose(table.sin, np.sin(coordinates[:, [0, 0, 1, 1, 1, 2, 2, 2]] * theta), atol=2e-6)
-
-
-def test_coca_takes_coordinates_too():
-    t = np.abs(X[:, :, :, : D // 2])
-    psi = Coca("strict", RoPETie()).key({}, t, GRID, head_dim=D)
-    angles = (GRID[:, np.arange(D // 2) % 2] * ALL)[:, None]
-    np.testing.assert_allclose(psi, np.concatenate([t * np.cos(angles), t * np.sin(angles)], axis=-1), atol=2e-6)
 
 
 def test_cells_are_in_row_major_order_and_their_centres_fill_a_square():

@@ -5,18 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from posjax.rotary import (
-    DynamicNTK,
-    Linear,
-    Llama3,
-    LongRoPE,
-    NTKAware,
-    NTKByParts,
-    Plain,
-    Proportional,
-    YaRN,
-    from_hf,
-)
+from posjax.rotary import DynamicNTK, Linear, Llama3, LongRoPE, Plain, Proportional, YaRN
+from posjax.rotary.huggingface import from_hf
 
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 LONGROPE = LongRoPE((1.0,) * 8, (4.0,) * 8, 4096, factor=32.0)
@@ -37,6 +27,7 @@ INNER = {"original_max_position_embeddings": 77, **LISTS}
 QWEN3 = {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16}
 # The config of DeepSeek-R1-0528-Qwen3-8B: transformers does not know attn_factor, so the factor is 0.1 ln 4 + 1.
 ATTN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "attn_factor": 0.878}
+SHORT = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 FULL = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
 
 
@@ -66,7 +57,6 @@ READ = [
     (version_4({"rope_type": "dynamic", "factor": 2.0}), DynamicNTK(4096, 2.0, base=5e5, head_dim=16)),
     (version_4({"type": "yarn", "factor": 4.0, "finetuned": True}), YaRN(4.0, 4096, base=5e5, head_dim=16)),
     (version_4(LLAMA3), Llama3(32.0, 2048, base=5e5, head_dim=16)),
-    (version_4({"type": "mrope", "mrope_section": [4, 2, 2]}), Plain(5e5, head_dim=16)),
     ({"head_dim": 64, "rope_parameters": PARAMETERS}, YaRN(32.0, 4096, truncate=False, base=1.5e5, head_dim=64)),
     (
         NESTED,
@@ -86,7 +76,6 @@ READ = [
     ({"model_type": "gemma3_text", "head_dim": 256}, layers(Plain(1e6, head_dim=256), Plain(head_dim=256))),
     ({"head_dim": 256, "per_layer_config": {"5": {"head_dim": 512}}, "rope_parameters": {"a": FULL}},
      {"a": Proportional(0.25, base=1e6)}),
-    ({"model_type": "gemma4_text"}, layers(Proportional(0.25, base=1e6, head_dim=512), Plain(head_dim=256))),
     ({"model_type": "modernbert", **SIZES}, layers(Plain(1.6e5, head_dim=16), Plain(head_dim=16))),
     ({"model_type": "olmo3", "head_dim": 128, "rope_theta": 5e5, "rope_scaling": OLMO3},
      layers(YaRN(8.0, 8192, base=5e5, head_dim=128, attention_factor=1.2), Plain(5e5, head_dim=128))),
@@ -94,21 +83,19 @@ READ = [
     ({"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500}, Plain(500, partial_rotary_factor=0.5)),
     ({"model_type": "gptj", "n_embd": 4096, "n_head": 16, "rotary_dim": 64},
      Plain(head_dim=256, partial_rotary_factor=0.25)),
-    ({"model_type": "glm", "head_dim": 128, "rope_theta": 1e4}, Plain(head_dim=128, partial_rotary_factor=0.5)),
-    ({"model_type": "gpt_oss"}, YaRN(32.0, 4096, truncate=False, base=1.5e5, head_dim=64)),
     (QWEN3, Plain(head_dim=128)),
     (QWEN3 | {"head_dim": None}, Plain(head_dim=64)),
     (QWEN3 | {"rope_theta": 1e6, "rope_scaling": ATTN}, YaRN(4.0, 32768, base=1e6, head_dim=128)),
-    ({"model_type": "mistral4", **MLA, **SHARE}, Plain(head_dim=64)),
     ({"model_type": "my_latent", **MLA, **SHARE}, Plain(head_dim=64)),
-    ({"model_type": "llama", "head_dim": 64, "rotary_pct": 1.0, "swa_rope_theta": 1e4}, Plain(head_dim=64)),
     ({"model_type": "my_own", "rope_theta": 5e5, "partial_rotary_factor": 0.5}, Plain(5e5, partial_rotary_factor=0.5)),
     ({"model_type": "falcon", "alibi": False, **ONE_HEAD}, Plain(head_dim=64)),
     # The base: in the inner dictionary, then in the outer one, then the model type's.
     ({"rope_theta": 2.5, "rope_parameters": {"rope_type": "default", "rope_theta": 1.5}}, Plain(1.5)),
     ({"rope_theta": 2.5, "rope_parameters": {"rope_type": "default"}}, Plain(2.5)),
-    ({"model_type": "llama4_text"}, Plain(5e5, head_dim=128)),
     ({**SHARE, "partial_rotary_factor": 0.25}, Plain(partial_rotary_factor=0.5)),
+    # A factor wins over the quotient of the lengths.
+    ({"max_position_embeddings": 128, "rope_scaling": SHORT}, YaRN(2.0, 32)),
+    ({"max_position_embeddings": 128, "rope_scaling": SHORT | {"factor": None}}, YaRN(4.0, 32)),
     # A head size that is not known stays open.
     ({"hidden_size": 64, "num_attention_heads": None, "rope_theta": 5e5}, Plain(5e5)),
 ]  # fmt: skip
@@ -126,13 +113,6 @@ def test_mscales_are_a_softmax_factor_for_types_that_use_them():
     assert (found.table_factor, found.softmax_scale) == (1.0, 1.0)
     found = from_hf({"model_type": "mistral4", "head_dim": 128, "rope_parameters": scaling})
     np.testing.assert_allclose(found.softmax_scale, 1.8738542, atol=5e-8)
-
-
-def test_an_explicit_factor_wins_over_the_lengths():
-    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
-    config = {"max_position_embeddings": 128}
-    assert from_hf({**config, "rope_scaling": scaling}).factor == 2.0
-    assert from_hf({**config, "rope_scaling": {**scaling, "factor": None}}).factor == 4.0
 
 
 @pytest.mark.parametrize(
@@ -156,13 +136,6 @@ def test_a_rule_is_read_again_as_it_is_written(rule):
     assert from_hf({"rope_parameters": {"a": rule.to_hf(), "b": None}}) == {"a": rule, "b": None}
 
 
-@pytest.mark.parametrize("rule", [NTKAware(4.0, head_dim=16), NTKByParts(4.0, 32, head_dim=16)])
-def test_rules_without_a_type_have_the_same_values_when_read_again(rule):
-    back = from_hf({"rope_parameters": rule.to_hf(), "head_dim": 16})
-    np.testing.assert_array_equal(back.at_length()[0], rule.at_length()[0])
-    assert back.table_factor == rule.table_factor
-
-
 def test_a_share_that_is_a_quotient_gives_its_number_of_channels():
     """Widths w of heads d whose share w / d, times d, is below w in float64; also as others read what to_hf writes."""
     pairs = [(size, width) for size in range(2, 513, 2) for width in range(2, size + 1, 2)]
@@ -174,17 +147,6 @@ def test_a_share_that_is_a_quotient_gives_its_number_of_channels():
         written = rule.to_hf()
         assert int(size * written["partial_rotary_factor"]) == width
         assert from_hf({"head_dim": size, "rope_parameters": written}).rotary_dim() == width
-
-
-class Settings:
-    """A configuration as an object, as other libraries have it."""
-
-    def to_dict(self):
-        return version_4({"type": "linear", "factor": 2.0})
-
-
-def test_a_config_object_is_read_by_its_dictionary():
-    assert from_hf(Settings()) == from_hf(Settings().to_dict())
 
 
 LONG = "x" * 3000

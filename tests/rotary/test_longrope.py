@@ -27,15 +27,12 @@ def test_first_positions_keep_plain_angles(length):
     assert np.abs(found.cos[0, 1] - scaled.cos[0, 1]).max() > 0.1
 
 
-def test_it_declares_that_it_is_not_shift_invariant():
-    def products(rule, start):
-        cos, sin = rule.table(Range(start, 8), head_dim=16, length=64)
-        return cos @ cos.T + sin @ sin.T
-
-    for first, invariant in ((4, False), (0, True)):
-        rule = dataclasses.replace(RULE, unscaled_first=first)
-        assert Rotary(rule).shift_invariant == invariant
-        assert (np.abs(products(rule, 0) - products(rule, 100)).max() < 1e-5) == invariant
+@pytest.mark.parametrize(("first", "invariant"), [(4, False), (0, True)])
+def test_it_declares_that_it_is_not_shift_invariant(first, invariant):
+    rule = dataclasses.replace(RULE, unscaled_first=first)
+    near, far = (rule.table(Range(start, 8), head_dim=16, length=64) for start in (0, 100))
+    apart = [cos @ cos.T + sin @ sin.T for cos, sin in (near, far)]
+    assert Rotary(rule).shift_invariant == (np.abs(apart[0] - apart[1]).max() < 1e-5) == invariant
 
 
 INITIAL = LongRoPE((1.0,) * 4, (1.0, 1.0, 2.0, 2.0), 32, factor=4.0, base=500.0, head_dim=8)
@@ -80,19 +77,6 @@ def test_search_keeps_to_its_space_and_starts_from_the_known_rules():
     assert (np.diff(found.history) <= 0).all()
     assert found.fitness < found.history[0] <= min(map(fitness, tried[:4]))
     assert found.rule.select == "by_length"
-
-
-@pytest.mark.parametrize("best", range(4))
-def test_search_is_never_worse_than_its_seeds(best):
-    tried = []
-
-    def fitness(rule):
-        tried.append(rule)
-        return -1.0 if len(tried) == best + 1 else 1.0
-
-    found = search(fitness, INITIAL, population=4, parents=1, mutations=2, crossovers=2, iterations=3)
-    assert found.fitness == -1
-    assert found.rule.long_factor == tried[best].long_factor
 
 
 def test_search_is_deterministic_and_ranks_nan_last():

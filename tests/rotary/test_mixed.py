@@ -4,10 +4,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from rotations import powers, turn
 
-from posjax.rotary import MixedRotary, RotaryTable, apply_rotary, grid_coordinates
+from posjax.rotary import MixedRotary, grid_coordinates
 
 D, HEADS, KV = 16, 4, 2
 SIZES = {"num_heads": HEADS, "num_kv_heads": KV, "head_dim": D}
@@ -18,6 +17,7 @@ GRID = grid_coordinates(2, 3)
 ANGLES = np.einsum("na,hat->nht", GRID, np.asarray(PARAMS["frequencies"], np.float64))
 
 
+@jax.jit
 def features(coordinates, params=PARAMS):
     return SLOT(Q, K, q_positions=coordinates, kv_positions=coordinates, head_dim=D, params=params)
 
@@ -72,12 +72,3 @@ def test_gradients_reach_every_frequency_and_real_coordinates():
     np.testing.assert_allclose(gradient["frequencies"], np.einsum("bnht,na->hat", slope, GRID), rtol=1e-4, atol=1e-5)
     expected = np.einsum("bnht,hat->na", slope, np.asarray(PARAMS["frequencies"], np.float64))
     np.testing.assert_allclose(by_place, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_table_may_have_heads():
-    angles = jax.random.normal(jax.random.key(5), (1, 6, KV, D // 2))
-    table = RotaryTable(jnp.cos(angles), jnp.sin(angles))
-    np.testing.assert_allclose(apply_rotary(Q, table), turn(Q, np.repeat(angles, 2, axis=2)), atol=2e-6)
-    for bad in (Q[:, :, :3], Q[:, :5], Q[0]):
-        with pytest.raises(ValueError, match="does not fit x"):
-            apply_rotary(bad, table)

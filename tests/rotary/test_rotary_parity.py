@@ -3,10 +3,10 @@
 import importlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from posjax import rotary
 from posjax.rotary import apply_rotary, from_hf, inverse_frequencies, permute_projection, rotary_table
 
 torch = pytest.importorskip("torch")
@@ -80,14 +80,6 @@ def test_partial_rotary_and_the_settings_of_version_4(name, share):
     np.testing.assert_allclose(from_hf({**SIZES, **old}).at_length(5000)[0], expected, rtol=1e-6)
 
 
-def test_angles_of_the_hf_mode_are_bit_for_bit_those_of_torch():
-    values, _ = reference(config("llama3"), "llama3", None)
-    positions = np.array([0, 1, 257, 4095, 131_071, 1_000_003], np.int32)
-    angle = jnp.asarray((torch.tensor(positions)[:, None].float() * torch.tensor(values)).numpy())
-    table = rotary_table(positions, values, precision="hf")
-    np.testing.assert_array_equal(np.stack(table), np.stack([jnp.cos(angle), jnp.sin(angle)]))
-
-
 @pytest.mark.parametrize(("name", "precision"), [("default", "exact"), ("yarn", "hf"), ("llama3", "exact")])
 def test_half_rotation_of_llama(name, precision):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -132,28 +124,93 @@ def test_partial_rotation(module, pairing):
     np.testing.assert_allclose(apply_rotary(x, table, pairing=pairing), expected, atol=1e-6)
 
 
-def test_softmax_scale_of_deepseek():
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-
-    hf = transformers.DeepseekV3Config(
-        hidden_size=64, num_attention_heads=2, q_lora_rank=8, kv_lora_rank=8, max_position_embeddings=163_840,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "mscale": 1.0,
-                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
-    )  # fmt: skip
-    attention = DeepseekV3Attention(hf, 0)
-    rule = from_hf(hf.to_dict())
-    assert rule.head_dim == hf.qk_rope_head_dim
-    np.testing.assert_allclose(attention.scaling, rule.softmax_scale / np.sqrt(attention.qk_head_dim), rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["LlamaConfig", "GptOssConfig", "Gemma3TextConfig", "DeepseekV3Config"])
-def test_config_objects_are_read_as_their_dictionaries(name):
-    settings = getattr(transformers, name)()
-    assert from_hf(settings) == from_hf(settings.to_dict())
-
-
 def test_a_multimodal_config_is_refused_and_its_text_config_is_read():
     settings = transformers.Gemma3Config()
     with pytest.raises(ValueError, match=r"config.text_config of an object"):
         from_hf(settings)
-    assert set(from_hf(settings.text_config)) == {"full_attention", "sliding_attention"}
+    rules = from_hf(settings.text_config)
+    assert rules == from_hf(settings.text_config.to_dict())
+    assert set(rules) == {"full_attention", "sliding_attention"}
+
+
+# --- several axes -----------------------------------------------------------------------------------------------------
+
+LONGER = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+VISION = {"hidden_size": 128, "num_attention_heads": 4, "patch_size": 14}
+Q = np.random.default_rng(3).standard_normal((1, 13, 4, 32)).astype(np.float32)
+
+
+def rotated(apply, q, cos, sin):
+    """``apply`` of a Hugging Face model, on ``[batch, length, heads, size]``."""
+    return apply(torch.tensor(q).transpose(1, 2), torch.tensor(q).transpose(1, 2), cos, sin)[0].transpose(1, 2).numpy()
+
+
+def ours(name, q, places):
+    return rotary.AXIAL_LAYOUTS[name].query({}, q, places, head_dim=32)
+
+
+def test_llama4_vision():
+    from transformers.models.llama4 import modeling_llama4 as hf
+
+    config = transformers.Llama4VisionConfig(image_size=42, **VISION)
+    ci = hf.Llama4VisionRotaryEmbedding(config)(torch.zeros(1))
+    q = Q[:, :10]
+    expected = hf.vision_apply_rotary_emb(torch.tensor(q), torch.tensor(q), ci)[0].numpy()
+    places = np.concatenate([rotary.grid_coordinates(3, 3), [[-1, -1]]])
+    np.testing.assert_allclose(ours("llama4-vision", q, places), expected, atol=5e-6)
+
+
+def test_pixtral():
+    from transformers.models.pixtral import modeling_pixtral as hf
+
+    config = transformers.PixtralVisionConfig(head_dim=32, **VISION)
+    places = rotary.grid_coordinates(3, 4)
+    cos, sin = hf.PixtralVisionRotaryEmbedding(config)(torch.zeros(1), torch.tensor(places))
+    expected = rotated(hf.apply_rotary_pos_emb, Q[:, :12], cos[None], sin[None])
+    np.testing.assert_allclose(ours("pixtral", Q[:, :12], places), expected, atol=5e-6)
+
+
+def test_dinov3():
+    from transformers.models.dinov3_vit import modeling_dinov3_vit as hf
+
+    config = transformers.DINOv3ViTConfig(**VISION)
+    cos, sin = hf.DINOv3ViTRopePositionEmbedding(config).eval()(torch.zeros(1, 3, 42, 56))
+    expected = rotated(hf.apply_rotary_pos_emb, Q, cos, sin)
+    places = np.concatenate([np.zeros((1, 2), np.float32), rotary.patch_centres(3, 4)])
+    np.testing.assert_allclose(ours("dinov3", Q, places), expected, atol=5e-6)
+
+
+SPANS = [3, (2, 3), 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "layout", "sections", "rule", "scaling"),
+    [
+        (
+            "qwen2_vl",
+            "Qwen2VL",
+            "chunked",
+            (4, 6, 6),
+            rotary.YaRN(4.0, 64, base=1e6),
+            LONGER,
+        ),
+        ("qwen3_vl", "Qwen3VLText", "interleaved", (6, 5, 5), rotary.Plain(1e6), {"rope_type": "default"}),
+    ],
+)
+def test_mrope(model, name, layout, sections, rule, scaling):
+    hf = __import__(f"transformers.models.{model}.modeling_{model}", fromlist=["*"])
+    options = {"mrope_section": list(sections), "rope_theta": 1e6, **scaling}
+    config = getattr(transformers, f"{name.removesuffix('Text')}TextConfig")(
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=256,
+        rope_parameters=options,
+    )
+    ids = rotary.mrope_positions(SPANS).coordinates
+    embedding = getattr(hf, f"{name}RotaryEmbedding")(config)
+    cos, sin = embedding(torch.zeros(1, dtype=torch.float32), torch.tensor(ids.T[:, None]))
+    expected = rotated(hf.apply_rotary_pos_emb, Q[:, : len(ids)], cos, sin)
+    slot = rotary.Rotary(rotary.MRoPE(rule=rule, sections=sections, layout=layout))
+    np.testing.assert_allclose(slot.query({}, Q[:, : len(ids)], ids, head_dim=32), expected, atol=5e-6)

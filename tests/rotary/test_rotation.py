@@ -1,4 +1,4 @@
-"""The rotation of features: the formula, its gradient, dtypes, and the permutations between layouts of pairs."""
+"""Rotary tables, exact at every int32 position, and the rotation of features: the formula and its gradient."""
 
 import functools
 
@@ -7,12 +7,82 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact_angles import cos_sin
-from jax.sharding import PartitionSpec
+from exact_angles import POSITIONS, cos_sin
+from rotations import turn
 
 from posjax import rotary
 from posjax.positions import Range
-from posjax.rotary import Plain, Proportional, apply_rotary, permute_projection, rotary_table
+from posjax.rotary import apply_rotary, permute_projection
+
+PLAIN = 10_000.0 ** (-np.arange(8) / 8)
+RULES = {
+    "plain": (rotary.Plain(5e5, partial_rotary_factor=0.5), 5e5 ** (-np.arange(4) / 4)),
+    "proportional": (rotary.Proportional(0.25), PLAIN * (np.arange(8) < 2)),
+    "linear": (rotary.Linear(8.0), PLAIN / 8),
+    "dynamic": (rotary.DynamicNTK(4096), PLAIN * 32.0 ** -(np.arange(8) / 7)),
+    "yarn": (rotary.YaRN(32.0, 4096), rotary.YaRN(32.0, 4096).inverse_frequencies(16)),
+    "longrope": (rotary.LongRoPE((1.05,) * 8, (3.7,) * 8, 4096, factor=32.0), PLAIN / 3.7),
+    "llama3": (rotary.Llama3(base=5e5), rotary.Llama3(base=5e5).inverse_frequencies(16)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_tables_are_exact_at_every_position_through_jit(name):
+    rule, values = RULES[name]
+    frequencies, factor = rule.at_length(131_072, head_dim=16)
+    table = jax.jit(rotary.rotary_table)(np.array(POSITIONS), frequencies, attention_factor=factor)
+    chex.assert_type(list(table), jnp.float32)
+    cos, sin = cos_sin(POSITIONS, values)
+    np.testing.assert_allclose(table.cos, factor * cos, atol=2e-6 * factor)
+    np.testing.assert_allclose(table.sin, factor * sin, atol=2e-6 * factor)
+
+
+def test_hf_precision_is_bit_for_bit_the_float32_product():
+    frequencies = rotary.inverse_frequencies(16)
+    positions = np.array([3, 131_071, 1_000_003], np.int32)
+    table = rotary.rotary_table(positions, frequencies, precision="hf")
+    angle = jnp.asarray(positions.astype(np.float32)[:, None] * np.asarray(frequencies))
+    chex.assert_trees_all_equal(table, rotary.RotaryTable(jnp.cos(angle), jnp.sin(angle)))
+    traced = jax.jit(rotary.rotary_table)(positions, jnp.float32(PLAIN))
+    chex.assert_trees_all_close(traced, table, atol=1e-6)
+
+
+def test_positions_of_every_form_agree():
+    frequencies = rotary.inverse_frequencies(8)
+    expected = rotary.rotary_table(np.arange(5, 9), frequencies)
+    chex.assert_trees_all_equal(rotary.rotary_table(np.arange(5, 9), 10.0 ** -np.arange(4.0)), expected)
+    chex.assert_trees_all_equal(rotary.rotary_table(Range(5, 4), frequencies), expected)
+    chex.assert_trees_all_equal(jax.jit(rotary.rotary_table)(Range(jnp.int32(5), 4), frequencies), expected)
+    rows = rotary.rotary_table(np.stack([np.arange(4), np.arange(5, 9)]), frequencies)
+    chex.assert_trees_all_equal(jax.tree.map(lambda part: part[1], rows), expected)
+
+
+def test_real_positions():
+    """The whole part is exact, and the fraction is added. The "hf" mode is the float32 product."""
+    positions = np.array([0.25, 70_000.5, -70_000.5], np.float32)
+    table = jax.jit(rotary.rotary_table)(positions, rotary.inverse_frequencies(8))
+    np.testing.assert_allclose(table.sin, np.sin(positions[:, None] * 10.0 ** -np.arange(4.0)), atol=2e-6)
+    product = rotary.rotary_table(positions, rotary.inverse_frequencies(8), precision="hf")
+    np.testing.assert_allclose(product.sin[0], table.sin[0], atol=1e-6)
+    np.testing.assert_allclose(product.sin[1], table.sin[1], atol=2e-2)
+
+
+def test_gradients_reach_learned_frequencies():
+    """d cos(p f) / d f = -p sin(p f)."""
+    values = jnp.array([0.5, 0.25])
+    gradient = jax.grad(lambda f: rotary.rotary_table(np.array([3]), f).cos.sum())(values)
+    np.testing.assert_allclose(gradient, -3 * np.sin(3 * np.array([0.5, 0.25])), rtol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["exact", "hf"])
+def test_tables_stay_float32_under_x64(precision):
+    with jax.enable_x64(True):
+        options = {"attention_factor": np.float64(1.5), "precision": precision}
+        table = rotary.rotary_table(np.array([7, 2**31 - 1]), rotary.inverse_frequencies(8), **options)
+        chex.assert_type(list(table), jnp.float32)
+
+
+# --- rotation ---------------------------------------------------------------------------------------------------------
 
 PAIRINGS = ("half", "interleaved")
 FAR = np.array([257, 8191, 131_071, 1_000_003])
@@ -22,57 +92,28 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def by_hand(x, positions, values, pairing):
-    """One pair at a time, in float64: x ``[length, size]``."""
-    out, (cos, sin) = np.array(x, np.float64), cos_sin(positions, values)
-    for t in range(len(values)):
-        i, j = (t, t + len(values)) if pairing == "half" else (2 * t, 2 * t + 1)
-        a, b = np.float64(x[:, i]), np.float64(x[:, j])
-        out[:, i], out[:, j] = a * cos[:, t] - b * sin[:, t], a * sin[:, t] + b * cos[:, t]
-    return out
-
-
 @pytest.mark.parametrize("share", [1.0, 0.75])
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_rotation_is_the_formula(pairing, share):
-    rule = Plain(head_dim=16, partial_rotary_factor=share)
+    rule = rotary.Plain(head_dim=16, partial_rotary_factor=share)
     x = normal(0, 1, 4, 3, 16)
-    found = jax.jit(lambda x: apply_rotary(x, rotary_table(FAR, rule.at_length()[0]), pairing=pairing))(x)
+    found = jax.jit(lambda x: apply_rotary(x, rotary.rotary_table(FAR, rule.at_length()[0]), pairing=pairing))(x)
     assert found.dtype == x.dtype
-    for head in range(3):
-        expected = by_hand(x[0, :, head], FAR, rule.inverse_frequencies(), pairing)
-        np.testing.assert_allclose(found[0, :, head], expected, atol=5e-6)
-    np.testing.assert_array_equal(found[..., rule.rotary_dim() :], x[..., rule.rotary_dim() :])
-
-
-@pytest.mark.parametrize(
-    ("rule", "pairing"), [(Plain(partial_rotary_factor=0.5), "half"), (Proportional(0.75), "interleaved")]
-)
-def test_scores_do_not_change_when_all_positions_shift(pairing, rule):
-    q, k = normal(2, 1, 8, 2, 16), normal(3, 1, 8, 2, 16)
-
-    @jax.jit
-    def scores(start):
-        table = rotary_table(Range(start, 8), rule.at_length(head_dim=16)[0])
-        return jnp.einsum("btnd,bsnd->bnts", *(apply_rotary(x, table, pairing=pairing) for x in (q, k)))
-
-    for shift in (-8, 1_000_003, 2**31 - 9, -(2**31)):
-        np.testing.assert_allclose(scores(jnp.int32(shift)), scores(jnp.int32(0)), atol=2e-5)
+    width = rule.rotary_dim()
+    expected = turn(x[..., :width], FAR[:, None, None] * rule.inverse_frequencies(), pairing)
+    np.testing.assert_allclose(found[..., :width], expected, atol=5e-6)
+    np.testing.assert_array_equal(found[..., width:], x[..., width:])
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_bfloat16_rounds_only_the_result(pairing):
+def test_bfloat16_rounds_only_the_result_and_float64_stays(pairing):
     x = normal(4, 1, 4, 2, 64).astype(jnp.bfloat16)
-    table = rotary_table(FAR, rotary.inverse_frequencies(64))
+    table = rotary.rotary_table(FAR, rotary.inverse_frequencies(64))
     low, high = jax.jit(lambda x: [apply_rotary(y, table, pairing=pairing) for y in (x, x.astype(jnp.float32))])(x)
     chex.assert_type(low, jnp.bfloat16)
     chex.assert_trees_all_equal(low, high.astype(jnp.bfloat16))
-
-
-def test_float64_stays_float64():
     with jax.enable_x64(True):
-        found = apply_rotary(np.ones((1, 4, 2, 16)), rotary_table(FAR, rotary.inverse_frequencies(16)))
-        chex.assert_type(found, jnp.float64)
+        chex.assert_type(apply_rotary(np.ones((1, 4, 2, 64)), table, pairing=pairing), jnp.float64)
 
 
 def test_permutations_by_hand():
@@ -87,43 +128,27 @@ def test_permutations_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("rule", "rotary_dim"), [(Plain(partial_rotary_factor=0.5), 8), (Plain(), None), (Proportional(0.5), None)]
+    ("rule", "rotary_dim"), [(rotary.Plain(partial_rotary_factor=0.5), 8), (rotary.Proportional(0.5), None)]
 )
-def test_permuted_weights_give_the_same_scores(rule, rotary_dim):
-    """Grouped queries (4 heads on 2), biases and norm weights, full, partial and p-RoPE."""
-    size, model = 16, 12
-    table = rotary_table(np.arange(6) * 1000, rule.at_length(head_dim=size)[0])
-    inputs = normal(6, 2, 6, model)
-    weights = [
-        {"w": normal(s, model, n, size), "b": normal(s + 2, n, size), "g": normal(s + 4, size)}
-        for s, n in ((7, 4), (8, 2))
-    ]
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def scores(weights, pairing):
-        features = []
-        for part in weights:
-            x = jnp.einsum("btm,mnd->btnd", inputs, part["w"]) + part["b"]
-            x = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True)) * part["g"]
-            features.append(apply_rotary(x, table, pairing=pairing))
-        q, k = features
-        return jnp.einsum("btngd,bsnd->bngts", q.reshape(2, 6, 2, 2, size), k)
-
-    permuted = jax.tree.map(lambda x: permute_projection(x, "interleaved", "half", rotary_dim=rotary_dim), weights)
-    np.testing.assert_allclose(scores(permuted, "half"), scores(weights, "interleaved"), atol=1e-4)
-    assert np.abs(scores(weights, "half") - scores(weights, "interleaved")).max() > 0.1
+def test_permuted_weights_give_permuted_features(rule, rotary_dim):
+    table = rotary.rotary_table(FAR, rule.at_length(head_dim=16)[0])
+    inputs, weights = normal(6, 2, 4, 12), normal(7, 12, 3, 16)
+    permuted = functools.partial(permute_projection, source="interleaved", target="half", rotary_dim=rotary_dim)
+    found = apply_rotary(jnp.einsum("btm,mnd->btnd", inputs, permuted(weights)), table)
+    expected = apply_rotary(jnp.einsum("btm,mnd->btnd", inputs, weights), table, pairing="interleaved")
+    np.testing.assert_allclose(found, permuted(expected), atol=1e-5)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_gradient_is_the_inverse_rotation(pairing):
     x, w = normal(9, 1, 4, 2, 16), normal(10, 1, 4, 2, 16)
-    forward, backward = (rotary_table(at, rotary.inverse_frequencies(16)) for at in (FAR, -FAR))
+    forward, backward = (rotary.rotary_table(at, rotary.inverse_frequencies(16)) for at in (FAR, -FAR))
     gradient = jax.grad(lambda x: (apply_rotary(x, forward, pairing=pairing) * w).sum())(x)
     np.testing.assert_allclose(gradient, apply_rotary(w, backward, pairing=pairing), atol=1e-5)
 
 
 def rotate(x, positions, frequencies):
-    return apply_rotary(x, rotary_table(positions, frequencies))
+    return apply_rotary(x, rotary.rotary_table(positions, frequencies))
 
 
 def test_under_vmap_pmap_and_without_a_batch_axis():
@@ -133,19 +158,3 @@ def test_under_vmap_pmap_and_without_a_batch_axis():
     chex.assert_trees_all_close(rotate(x[1], positions[1], frequencies), expected[1], atol=1e-6)
     found = jax.pmap(rotate, in_axes=(0, 0, None))(x, positions, frequencies)
     np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("axis", ["length", "heads"])
-def test_under_shard_map(axis):
-    """Frequencies enter as a replicated argument; positions are sharded with the tokens, gradients included."""
-    mesh = jax.make_mesh((8,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = PartitionSpec(*("devices" if name == axis else None for name in ("batch", "length", "heads")))
-    specs = (spec, PartitionSpec(*spec[:2]), PartitionSpec())
-    x, w, frequencies = normal(12, 8, 8, 8, 16), normal(13, 8, 8, 8, 16), rotary.inverse_frequencies(16)
-    positions = np.arange(64, dtype=np.int32).reshape(8, 8) * 1000
-    sharded = jax.shard_map(rotate, mesh=mesh, in_specs=specs, out_specs=spec)
-    values = [
-        jax.jit(jax.value_and_grad(lambda x, f=f: (f(x, positions, frequencies) * w).sum()))(x)
-        for f in (rotate, sharded)
-    ]
-    chex.assert_trees_all_close(*values, rtol=1e-5, atol=1e-5)

@@ -35,12 +35,6 @@ def test_extension_keeps_the_other_slots_and_the_kind_of_features():
     assert both.features == coca.Coca("strict", rotary.Linear(2.0))
 
 
-@pytest.mark.parametrize("scheme", [ROPE, pj.scheme("coca-strict")], ids=["rope", "coca"])
-def test_extension_takes_a_rule_that_fits_one_head_size_only(scheme):
-    rule = rotary.LongRoPE((1.0,) * 3, (2.0,) * 3, original_length=8, factor=2.0)
-    assert scheme.extend(frequencies=rule).features.frequencies == rule
-
-
 def test_periods_are_repeated_in_order_and_counted_without_listing_them():
     both = Layers((((ROPE, NOPE), 2), ((ALIBI,), 1)))
     assert both.schemes == (ROPE, NOPE, ROPE, NOPE, ALIBI)

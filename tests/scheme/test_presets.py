@@ -8,10 +8,9 @@ from decoders import OPTIONS, preset
 from refusals import refused
 
 import posjax as pj
-from posjax import absolute, bias, coca, masks, norms, remap, rotary, scales, sinks
+from posjax import absolute, bias, coca, masks, norms, rotary, scales, sinks
 from posjax.scheme import Layers, Scheme
-from posjax.scheme.presets import PRESETS, hwfa_window, scheme_options
-from posjax.scheme.registry import SLOTS, slot
+from posjax.scheme.presets import PRESETS, scheme_options
 
 NAMES = pj.scheme_names()
 
@@ -43,22 +42,7 @@ def test_every_preset_is_a_value_and_names_the_options_that_it_needs(name):
         assert pj.scheme(name, **options, sinks={"name": "plus-one"}).sinks == sinks.SoftmaxPlusOne()
 
 
-NEEDED = {"factor": 2.0, "original_length": 8, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "max_length": 8}
-NEEDED |= {"variant": "strict", "planes": [1, 3], "generators": [[[0.0, -1.0], [1.0, 0.0]]], "length": 8, "value": 2.0}
-NEEDED |= {"extension": 2.0, "n": 8, "size": 4, "count": 2, "dilation": 2, "window": 4, "first": 2}
-
-
-@pytest.mark.parametrize(("slot_name", "name"), [(s, n) for s, kinds in SLOTS.items() for n in kinds])
-def test_every_spec_is_made_by_its_name_and_from_lists_of_a_config(slot_name, name):
-    parameters = inspect.signature(SLOTS[slot_name][name]).parameters
-    given = {key: NEEDED[key] for key, of in parameters.items() if of.default is of.empty}
-    if name == "longrope":
-        given["factor"] = 2.0
-    made = slot(slot_name, name, **given)
-    assert hash(made) == hash(slot(slot_name, name, **given))
-    refused("sise", lambda: slot(slot_name, name, **given, sise=3))
-
-
+ROTARY = rotary.Rotary()
 BUILT = [
     (pj.scheme("nope"), Scheme()),
     (pj.scheme("rope", base=500.0), Scheme(features=rotary.Rotary(rotary.Plain(500.0)))),
@@ -67,31 +51,16 @@ BUILT = [
     (pj.scheme("kerple-power"), Scheme(bias=bias.Kerple("power"))),
     (pj.scheme("learned", max_length=7), Scheme(embedding=absolute.Learned(7))),
     (pj.scheme("coca-tied", base=500.0), Scheme(features=coca.Coca("tied", rotary.Plain(500.0)))),
-    (pj.scheme("nope", scale={"name": "log-n", "length": 64}), Scheme(scale=scales.LogN(64))),
-    (pj.scheme("rope", mask=masks.Window(3)), Scheme(features=rotary.Rotary(), mask=masks.Window(3))),
+    (pj.scheme("rope", mask=masks.Window(3)), Scheme(features=ROTARY, mask=masks.Window(3))),
     (
         pj.scheme("rope", base=500.0, frequencies={"name": "linear", "factor": 2.0}),
         Scheme(features=rotary.Rotary(rotary.Linear(2.0, base=500.0))),
     ),
-    (
-        pj.scheme("nope", features={"name": "rotary"}, frequencies={"name": "ntk", "factor": 4}),
-        Scheme(features=rotary.Rotary(rotary.NTKAware(4))),
-    ),
     # An option of the method wins over the slot of its name, unless a spec by name is given.
-    (pj.scheme("ssmax", bias=True), Scheme(features=rotary.Rotary(), scale=scales.SSMax(bias=True))),
-    (
-        pj.scheme("ssmax", bias={"name": "alibi"}),
-        Scheme(features=rotary.Rotary(), scale=scales.SSMax(), bias=bias.ALiBi()),
-    ),
-    (
-        pj.scheme("vo-rope", frequencies={"name": "default", "base": 5e5}),
-        Scheme(features=rotary.ValueRotary(rotary.Plain(5e5))),
-    ),
+    (pj.scheme("ssmax", bias=True), Scheme(features=ROTARY, scale=scales.SSMax(bias=True))),
+    (pj.scheme("ssmax", bias={"name": "t5"}), Scheme(features=ROTARY, scale=scales.SSMax(), bias=bias.T5())),
     (pj.scheme("qwen3"), Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rotary.Plain(1e6)))),
-    (
-        pj.scheme("longformer"),
-        Scheme(features=rotary.Rotary(), mask=masks.Dilated(257, 1) | masks.GlobalFirst(1)),
-    ),
+    (pj.scheme("longformer"), Scheme(features=ROTARY, mask=masks.Dilated(257, 1) | masks.GlobalFirst(1))),
 ]
 
 
@@ -100,14 +69,14 @@ def test_presets_and_their_options(built, wanted):
     assert built == wanted
 
 
-@pytest.mark.parametrize(("window", "alpha"), [(16, 0.676), (18, 0.766), (32, 1.39)])
-def test_shares_of_the_training_length_printed_for_hwfa(window, alpha):
+@pytest.mark.parametrize(("window", "alpha"), [(16, 0.676), (18, 0.766)])
+def test_windows_of_hwfa_reach_a_share_of_the_training_length(window, alpha):
     """24 layers, 512 tokens (kexue.fm/archives/9603): ``(w - 1)(L - 1) + 1 = alpha N``."""
     exact = ((window - 1) * 23 + 1) / 512
     assert exact == pytest.approx(alpha, abs=5e-3)
-    if exact <= 1:
-        assert hwfa_window(24, 512, exact) == window
-        assert hwfa_window(24, 512, math.nextafter(exact, 0)) == window - 1
+    for share, found in ((exact, window), (math.nextafter(exact, 0), window - 1)):
+        layers = pj.scheme("hwfa", num_layers=24, length=512, alpha=share)
+        assert layers.schemes[0].mask == masks.Window(found)
 
 
 def test_hwfa_is_windows_with_rotation_and_a_last_layer_with_log_n():
@@ -173,15 +142,6 @@ def test_scout_and_maverick():
     assert [scheme.norm for scheme in scout.schemes] == [norms.QKNorm(gain=False, eps=1e-5)] * 3 + [None]
     assert (scout.schemes[0].mask, scout.schemes[3].scale) == (masks.Chunked(8192), scales.Llama4Temperature(8192, 0.1))
     assert {scheme.norm for scheme in maverick.schemes} == {None}
-
-
-@pytest.mark.parametrize(("layers", "changed"), [("full", [1, 2]), ("local", [0, 3]), ("all", [0, 1, 2, 3])])
-def test_extension_reaches_the_named_layers_alone(layers, changed):
-    before = pj.scheme("hwfa2", num_layers=4, length=32)
-    after = before.extend(layers=layers, remap=remap.ReRoPE(16))
-    assert where(after, lambda scheme: scheme.remap == remap.ReRoPE(16)) == changed
-    assert [scheme.replace(remap=None) for scheme in after.schemes] == list(before.schemes)
-    assert [times for _, times in after.patterns] == [times for _, times in before.patterns]
 
 
 def test_new_frequencies_skip_layers_without_position():

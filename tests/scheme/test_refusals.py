@@ -11,7 +11,7 @@ from attention.own_methods import LearnedRows
 from refusals import refused
 
 import posjax as pj
-from posjax import bias, coca, masks, norms, remap, rotary, scales
+from posjax import coca, masks, norms, remap, rotary, scales
 from posjax.positions import Range
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.registry import slot
@@ -78,7 +78,8 @@ SPECS = [
 
 @pytest.mark.parametrize(("slot_name", "name", "good", "bad"), SPECS)
 def test_numbers_and_choices_out_of_range_are_refused(slot_name, name, good, bad):
-    assert slot(slot_name, name, **good) is not None
+    assert slot(slot_name, name, **good) == slot(slot_name, name, **good)
+    refused("sise", lambda: slot(slot_name, name, **good, sise=3))
     for option, values in bad.items():
         for value in values:
             refused(option, lambda option=option, value=value: slot(slot_name, name, **(good | {option: value})))
@@ -89,17 +90,12 @@ RECIPES = [
     ("hwfa", {"num_layers": 3, "length": 16}, DEPTH | BASE | {"length": (2, 2.5), "alpha": (0, 1.1, math.nan)}),
     ("hwfa2", {"num_layers": 3, "length": 8}, DEPTH | BASE | {"length": NOT_A_COUNT, "full_layers": (3, 0)}),
     ("gemma3", {"num_layers": 6}, DEPTH | {"factor": BELOW_ONE}),
-    (
-        "llama4",
-        {"num_layers": 4},
-        DEPTH | BASE | dict.fromkeys(("floor_scale", "original_length"), NOT_A_COUNT) | {"attn_scale": NEGATIVE},
-    ),
+    ("llama4", {"num_layers": 4}, DEPTH | BASE | {"floor_scale": NOT_A_COUNT, "original_length": NOT_A_COUNT}),
     ("smollm3", {"num_layers": 4}, {"num_layers": (3, HUGE)} | BASE),
     ("gpt-oss", {"num_layers": 2}, DEPTH | BASE | {"factor": BELOW_ONE, "original_length": BELOW_ONE}),
     ("rnope-swa", {"num_layers": 4}, DEPTH | BASE),
     ("longformer", {}, {"window": NOT_A_COUNT, "dilation": (0, ()), "global_tokens": NOT_A_COUNT}),
     ("inverse-leaky", {"length": 16, "extension": 2.0}, {"length": (6, 0), "extension": BELOW_ONE}),
-    ("axial", {}, {"layout": ("vit",)}),
     ("mrope", {}, {"sections": ((2,), (2, 0, 2), (2, 1.5, 1))}),
 ]
 
@@ -141,35 +137,26 @@ YARN = {"name": "yarn", "factor": 4, "original_length": 8}
 COCA = pj.scheme("coca-strict")
 P_ROPE = pj.scheme("p-rope")
 TWO_BASES = pj.scheme("gemma3", num_layers=6)
-SHAPES = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 CALLS = [
     # names and options
     ("alibi", lambda: pj.scheme("alibii")),
-    ("base", lambda: pj.scheme("rope", bse=1.0)),
     ("scale", lambda: pj.scheme("rope", scales=None)),
-    ("kind", lambda: pj.scheme("kerple-log", kind="power")),
     ("max_length", lambda: pj.scheme("learned")),
     ("log-n", lambda: pj.scheme("rope", scale={"name": "log"})),
     ("scale", lambda: pj.scheme("rope", scale={"length": 3})),
-    ("length", lambda: pj.scheme("rope", scale={"name": "log-n"})),
     ("slot", lambda: slot("feature", "rope")),
-    ("mask", lambda: pj.scheme("rope", mask={"name": ["window"]})),
     ("symmetric", lambda: pj.scheme("alibi", symmetric={"a": 1})),
     ("sinks", lambda: pj.scheme("gemma3", num_layers=6, sinks={"name": "plus-one"})),
     ("size", lambda: pj.scheme("window", size=jnp.int32(3))),
     # specs in the wrong slot, and slots that do not compose
     ("scale", lambda: pj.scheme("rope", scale="log-n")),
-    ("bias", lambda: pj.scheme("rope", bias=bias.ALiBi)),
-    ("norm", lambda: pj.scheme("rope", norm=scales.LogN(4))),
     ("mask", lambda: pj.scheme("rope", mask="causal")),
     ("mask", lambda: Scheme(mask=masks.Causal() & SEGMENTS)),
     ("norm", lambda: pj.scheme("coca-slack", norm=norms.KeyNorm())),
     ("features", lambda: pj.scheme("cope", features={"name": "rotary"})),
-    ("remap", lambda: pj.scheme("vo-rope", remap=REROPE)),
     ("remap", lambda: pj.scheme("xpos", remap=REROPE)),
     ("remap", lambda: pj.scheme("alibi", remap=REROPE)),
     ("bias", lambda: pj.scheme("linear-elu", bias={"name": "alibi"})),
-    ("sinks", lambda: pj.scheme("linear-elu", sinks={"name": "plus-one"})),
     ("features", lambda: pj.scheme("linear-elu", features={"name": "xpos"})),
     ("norm", lambda: pj.scheme("performer", norm={"name": "key-norm"})),
     ("frequencies", lambda: pj.scheme("linear-elu", frequencies=DYNAMIC)),
@@ -181,38 +168,25 @@ CALLS = [
     ("frequencies", lambda: pj.scheme("rope", features=None, frequencies=YARN)),
     # sizes of heads, calls of attention
     ("head_dim", lambda: pj.scheme("xpos").query_size(7)),
-    ("head_dim", lambda: pj.scheme("coca-tied").key_size(7)),
-    ("num_heads", lambda: bias.ALiBi().bind(num_heads=0)),
     ("symmetric", lambda: ALIBI.attend(X, X, X, causal=False)),
     ("bidirectional", lambda: T5.attend(X, X, X, causal=False)),
     ("params", lambda: T5.attend(X, X, X)),
-    ("scale", lambda: ROPE.attend(X, X, X, scale=2.0)),
     ("softcap", lambda: LINEAR.attend(X, X, X, softcap=2.0)),
-    ("sinks", lambda: LINEAR.attend(X, X, X, sinks=np.zeros(2))),
     ("sinks", lambda: pj.scheme("softmax-plus-one").attend(X, X, X, sinks=np.zeros(2))),
     ("gates", lambda: pj.scheme("fox").attend(X, X, X)),
     ("stored", lambda: LINEAR.stored({}, X, X, Range(0, 3))),
-    ("capacity", lambda: pj.scheme("learned", max_length=4).init_cache(2, 5, **SHAPES)),
     # slots that need another model
     ("scale", lambda: ROPE.extend(scale=scales.SSMax())),
-    ("norm", lambda: ROPE.extend(norm={"name": "qk-norm"})),
     ("bias", lambda: T5.extend(bias=None)),
-    ("bias", lambda: T5.extend(bias=bias.T5(num_buckets=16))),
     ("features", lambda: ROPE.extend(features=coca.Coca("strict"))),
-    ("features", lambda: COCA.extend(features=coca.Coca("tied"))),
-    ("features", lambda: COCA.extend(features=None)),
     ("frequencies", lambda: ROPE.extend(frequency=None)),
-    ("frequencies", lambda: ROPE.extend(frequencies="dynamic-ntk")),
-    ("dynamic-ntk", lambda: ROPE.extend(frequencies={"name": "dynamic"})),
     ("frequencies", lambda: NOPE.extend(frequencies=rotary.Linear(2.0))),
     ("frequencies", lambda: P_ROPE.extend(frequencies=DYNAMIC)),
     ("frequencies", lambda: pj.scheme("rope", partial_rotary_factor=0.5).extend(frequencies={"name": "proportional"})),
     # layers
     ("patterns", lambda: Layers(())),
-    ("patterns", lambda: layers()),
     ("patterns", lambda: layers(ROPE, repeats=0)),
     ("patterns", lambda: layers(ROPE, NOPE, repeats=HUGE)),
-    ("embedding", lambda: layers(ROPE, pj.scheme("sinusoidal"))),
     ("num_layers", lambda: uniform(ROPE, HUGE)),
     ("num_layers", lambda: uniform(layers(ROPE, NOPE), 3)),
     ("layers", lambda: layers(ROPE).extend(layers="globl")),
@@ -223,13 +197,10 @@ CALLS = [
     # registered names
     ("slot", lambda: pj.register("biass", "mine", LearnedRows)),
     ("name", lambda: pj.register("bias", "alibi", LearnedRows)),
-    ("name", lambda: pj.register("bias", "", LearnedRows)),
     ("spec", lambda: pj.register("bias", "mine", LearnedRows())),
     ("BiasSpec", lambda: pj.register("bias", "mine", Loose)),
     ("bind", lambda: pj.register("bias", "mine", Unbound)),
     ("hashable", lambda: pj.register("bias", "mine", Unhashable)),
-    ("Mask", lambda: pj.register("mask", "mine", LearnedRows)),
-    ("Features", lambda: pj.register("features", "mine", Loose)),
     ("factor", lambda: pj.register("scale", "mine", Loose)),
 ]
 
@@ -239,9 +210,9 @@ def test_bad_calls_are_refused(name, call):
     refused(name, call)
 
 
-@pytest.mark.parametrize("scheme", [ROPE, LINEAR], ids=["softmax", "linear"])
-def test_an_unknown_option_of_attention_is_refused(scheme):
-    refused("soft_cap", functools.partial(scheme.attend, X, X, X, soft_cap=2.0), TypeError)
+def test_an_unknown_option_of_attention_is_refused():
+    for scheme in (ROPE, LINEAR):
+        refused("soft_cap", functools.partial(scheme.attend, X, X, X, soft_cap=2.0), TypeError)
 
 
 def test_a_name_in_a_slot_is_not_a_preset_and_the_error_says_how_to_use_it():

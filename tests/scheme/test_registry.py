@@ -1,7 +1,6 @@
 """``register``: names of own specs, and the functions that then know them."""
 
 import dataclasses
-import functools
 
 import jax
 import pytest
@@ -58,12 +57,6 @@ def test_a_cell_of_a_notebook_may_run_twice():
 
         pj.register("bias", "again", Again)
     assert isinstance(slot("bias", "again"), Again)
-
-
-@pytest.mark.parametrize("make", [lambda n: lambda: LearnedRows(n), lambda n: functools.partial(LearnedRows, n)])
-def test_lambdas_and_partials_do_not_replace_each_other(make):
-    pj.register("bias", "taken", make(1))
-    refused("name", lambda: pj.register("bias", "taken", make(2)))
 
 
 def test_the_lists_of_the_subpackages_stay_unchanged():

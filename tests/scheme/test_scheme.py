@@ -1,7 +1,5 @@
 """Attention of whole schemes against NumPy: parameters, the current length, linear attention, gradients."""
 
-import dataclasses
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ import pytest
 import posjax as pj
 from posjax import bias, coca, masks, norms, rotary, scales
 from posjax.positions import Range
-from posjax.scheme import Layers, Scheme
+from posjax.scheme import Scheme
 
 ROPE = pj.scheme("rope")
 BATCH, TOKENS, HEADS, KV, SIZE = 2, 11, 4, 2, 8
@@ -28,12 +26,6 @@ def projections(key_size=SIZE):
 
 
 Q, K, V = (jnp.asarray(x, jnp.float32) for x in projections())
-
-
-def test_a_scheme_is_a_static_argument():
-    stack = Layers((((ROPE, pj.scheme("nope")), 2), ((ROPE,), 1)))
-    doubled = jax.jit(lambda x, scheme: 2 * x, static_argnums=1)
-    assert doubled(1.0, ROPE) == doubled(1.0, dataclasses.replace(ROPE)) == doubled(1.0, stack) == 2.0
 
 
 def test_parameters_of_a_layer_and_of_all_layers():
