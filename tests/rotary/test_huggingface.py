@@ -51,6 +51,7 @@ NESTED = {
         "chunked_attention": None,
     },
 }
+OF_FULL = YaRN(4.0, 64, truncate=False, base=1e6, head_dim=512, partial_rotary_factor=0.5)
 READ = [
     (version_4(None), Plain(5e5, head_dim=16)),
     (version_4({"type": "linear", "factor": 2.0}), Linear(2.0, base=5e5, head_dim=16)),
@@ -58,13 +59,7 @@ READ = [
     (version_4({"type": "yarn", "factor": 4.0, "finetuned": True}), YaRN(4.0, 4096, base=5e5, head_dim=16)),
     (version_4(LLAMA3), Llama3(32.0, 2048, base=5e5, head_dim=16)),
     ({"head_dim": 64, "rope_parameters": PARAMETERS}, YaRN(32.0, 4096, truncate=False, base=1.5e5, head_dim=64)),
-    (
-        NESTED,
-        layers(
-            YaRN(4.0, 64, truncate=False, base=1e6, head_dim=512, partial_rotary_factor=0.5), Plain(1e4, head_dim=256)
-        )
-        | {"chunked_attention": None},
-    ),
+    (NESTED, layers(OF_FULL, Plain(1e4, head_dim=256)) | {"chunked_attention": None}),
     # The outer original length of Phi-3 wins; the factor follows from the two lengths.
     *((PHI3 | {"rope_scaling": {"type": name, **INNER}}, dataclasses.replace(LONGROPE, head_dim=16))
       for name in ("su", "longrope", "yarn")),

@@ -20,14 +20,6 @@ def where(layers, holds):
     return [index for index, scheme in enumerate(layers.schemes) if holds(scheme)]
 
 
-def sees_all(scheme):
-    return scheme.mask is None
-
-
-def rotates(scheme):
-    return scheme.rotates
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_is_a_value_and_names_the_options_that_it_needs(name):
     made, options = preset(name), OPTIONS.get(name, {})
@@ -46,12 +38,10 @@ ROTARY = rotary.Rotary()
 BUILT = [
     (pj.scheme("nope"), Scheme()),
     (pj.scheme("rope", base=500.0), Scheme(features=rotary.Rotary(rotary.Plain(500.0)))),
-    (pj.scheme("p-rope", partial_rotary_factor=0.25), Scheme(features=rotary.Rotary(rotary.Proportional(0.25)))),
     (pj.scheme("alibi", learned=True), Scheme(bias=bias.ALiBi(learned=True))),
     (pj.scheme("kerple-power"), Scheme(bias=bias.Kerple("power"))),
     (pj.scheme("learned", max_length=7), Scheme(embedding=absolute.Learned(7))),
     (pj.scheme("coca-tied", base=500.0), Scheme(features=coca.Coca("tied", rotary.Plain(500.0)))),
-    (pj.scheme("rope", mask=masks.Window(3)), Scheme(features=ROTARY, mask=masks.Window(3))),
     (
         pj.scheme("rope", base=500.0, frequencies={"name": "linear", "factor": 2.0}),
         Scheme(features=rotary.Rotary(rotary.Linear(2.0, base=500.0))),
@@ -93,9 +83,9 @@ def test_hwfa2_spreads_its_full_layers_and_takes_the_window_of_its_article(depth
     """Two to four times the length over the depth (kexue.fm/archives/9731), whose best is 64 for 24 layers and 512."""
     layers = pj.scheme("hwfa2", num_layers=depth, length=512, full_layers=full)
     assert len(layers.schemes) == depth
-    assert where(layers, sees_all) == places
+    assert where(layers, lambda scheme: scheme.mask is None) == places
     assert where(layers, lambda scheme: scheme.scale == scales.LogN(512)) == places
-    assert where(layers, rotates) == list(range(depth))
+    assert where(layers, lambda scheme: scheme.rotates) == list(range(depth))
     assert layers.schemes[0].mask == masks.Window(1536 // depth)
     given = pj.scheme("hwfa2", num_layers=depth, length=512, window=32)
     assert given.schemes[0].mask == masks.Window(32)
@@ -116,7 +106,7 @@ def test_periods_and_what_is_left_of_the_last(name, depth, repeats, full, withou
     layers = pj.scheme(name, num_layers=depth)
     assert [times for _, times in layers.patterns] == repeats
     assert len(layers.schemes) == depth
-    assert where(layers, sees_all) == full
+    assert where(layers, lambda scheme: scheme.mask is None) == full
     assert where(layers, lambda scheme: not scheme.rotates) == without
 
 
@@ -147,6 +137,6 @@ def test_scout_and_maverick():
 def test_new_frequencies_skip_layers_without_position():
     before = pj.scheme("llama4", num_layers=5)
     after = before.extend(frequencies={"name": "yarn", "factor": 4.0, "original_length": 64}, mask=masks.Window(4))
-    assert where(after, rotates) == [0, 1, 2, 4]
+    assert where(after, lambda scheme: scheme.rotates) == [0, 1, 2, 4]
     assert {s.features.frequencies for s in after.schemes if s.rotates} == {rotary.YaRN(4.0, 64, base=500_000.0)}
     assert after.schemes[3] == before.schemes[3].replace(mask=masks.Window(4))

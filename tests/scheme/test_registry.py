@@ -57,8 +57,3 @@ def test_a_cell_of_a_notebook_may_run_twice():
 
         pj.register("bias", "again", Again)
     assert isinstance(slot("bias", "again"), Again)
-
-
-def test_the_lists_of_the_subpackages_stay_unchanged():
-    pj.register("training_positions", "mine", pj.training_positions.Randomised)
-    assert "mine" not in pj.training_positions.RULES
