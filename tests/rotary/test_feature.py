@@ -1,96 +1,137 @@
+"""The features of RoPE, VO-RoPE and xPos: closed forms, factors, the current length, and shifts of all positions."""
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rotations import powers, turn
 
 from posjax.positions import Range
-from posjax.rotary import DynamicNTK, Plain, Rotary, YaRN, apply_rotary, inverse_frequencies, rotary_table
+from posjax.rotary import DynamicNTK, Plain, Rotary, ValueRotary, XPos, YaRN
 
-Q, K = (jax.random.normal(jax.random.key(seed), (2, 6, heads, 16)) for seed, heads in ((0, 4), (1, 2)))
-PLACES = {"q_positions": Range(3, 6), "kv_positions": Range(3, 6), "head_dim": 16}
+D, SIZE, N = 16, 8, 5
+Q, K, V = (
+    np.random.default_rng(seed).normal(size=(2, N, heads, size)).astype(np.float32)
+    for seed, (heads, size) in enumerate(((4, D), (2, D), (2, SIZE)))
+)
+POSITIONS = np.array([3, 4, 9, 10, 1000])
+
+
+def features(slot, positions=POSITIONS, length=None):
+    return jax.jit(lambda at, n: slot(Q, K, q_positions=at, kv_positions=at, head_dim=D, length=n))(positions, length)
+
+
+# --- RoPE -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_features_are_the_rotated_projections(pairing):
-    phi, psi = jax.jit(lambda q, k: Rotary(pairing=pairing)(q, k, **PLACES))(Q, K)
-    table = rotary_table(Range(3, 6), inverse_frequencies(16))
-    chex.assert_trees_all_close((phi, psi), tuple(apply_rotary(x, table, pairing=pairing) for x in (Q, K)), atol=1e-6)
+def test_features_are_rotations_by_position(pairing):
+    phi, psi = features(Rotary(pairing=pairing))
+    angles = POSITIONS[:, None, None] * powers(10_000.0, D)
+    np.testing.assert_allclose(phi, turn(Q, angles, pairing), atol=2e-6)
+    np.testing.assert_allclose(psi, turn(K, angles, pairing), atol=2e-6)
 
 
-def test_slot_describes_itself():
-    slot = Rotary(YaRN(4.0, 32), precision="hf")
-    assert (slot.query_size(16), slot.key_size(16), slot.reads_length, slot.shift_invariant) == (16, 16, False, True)
-    assert Rotary(DynamicNTK(32)).reads_length
-    assert len({Rotary(), Rotary(Plain(500.0)), Rotary(pairing="interleaved"), Rotary()}) == 3
+def test_the_attention_factor_multiplies_both_sides():
+    for found, plain in zip(features(Rotary(YaRN(1.0, 32, attention_factor=1.5))), features(Rotary()), strict=True):
+        np.testing.assert_allclose(found, 1.5 * plain, atol=1e-6)
 
 
-def test_attention_factor_multiplies_both_sides():
-    rule = YaRN(4.0, 32)
-    scores = lambda slot: jnp.einsum("btnd,bsnd->bnts", *slot(Q[:, :, :2], K, **PLACES))  # noqa: E731
-    ratio = scores(Rotary(rule)) / scores(Rotary(YaRN(4.0, 32, attention_factor=1.0)))
-    np.testing.assert_allclose(ratio, rule.table_factor**2, rtol=1e-3)
+def test_the_length_may_be_traced_and_differ_between_rows():
+    rows = features(Rotary(DynamicNTK(4)), length=jnp.array([12, 4]))
+    theta = (10_000.0 * 3 ** (D / (D - 2))) ** (-np.arange(D // 2) / (D // 2))
+    np.testing.assert_allclose(rows[0][0], turn(Q[0], POSITIONS[:, None, None] * theta), atol=1e-4)
+    chex.assert_trees_all_close(rows[1][1], features(Rotary())[1][1], atol=1e-5)
 
 
-def test_length_is_required_by_rules_that_read_it():
-    slot = Rotary(DynamicNTK(4))
-    with pytest.raises(ValueError, match="DynamicNTK reads the current length: pass length="):
-        slot(Q, K, **PLACES)
-    whole = jax.jit(lambda n: slot(Q, K, **PLACES, length=n))(12)
-    chex.assert_trees_all_close(whole, slot(Q, K, **PLACES, length=12), atol=1e-5)
-    rows = slot(Q, K, **PLACES, length=jnp.array([12, 4]))
-    chex.assert_trees_all_close(rows[0][0], whole[0][0], atol=1e-5)
-    chex.assert_trees_all_close(rows[1][1], Rotary()(Q, K, **PLACES)[1][1], atol=1e-5)
-    chex.assert_trees_all_equal(Rotary()(Q, K, **PLACES, length=12), Rotary()(Q, K, **PLACES))
-
-
-@pytest.mark.parametrize("length", [None, 9])
-def test_decoding_equals_the_full_forward(length):
-    """One query at a time against keys rotated in blocks, at a frozen length."""
-    slot = Rotary(Plain() if length is None else DynamicNTK(4))
-    phi, psi = slot(Q, K, **PLACES, length=length)
-    step = jax.jit(lambda q, k, start: slot(q, k, **_places(start), length=length))
-    for i in range(6):
-        one = step(Q[:, i : i + 1], K[:, i : i + 1], jnp.int32(3 + i))
-        chex.assert_trees_all_close(one, (phi[:, i : i + 1], psi[:, i : i + 1]), atol=1e-6)
-
-
-def _places(start):
-    return {"q_positions": Range(start, 1), "kv_positions": Range(start, 1), "head_dim": 16}
-
-
-@pytest.mark.parametrize("length", [None, jnp.int32(4096)])
-def test_scores_do_not_change_far_away_even_for_a_traced_length(length):
-    slot = Rotary(Plain() if length is None else DynamicNTK(32))
+@pytest.mark.parametrize("length", [None, 4096])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_scores_do_not_change_far_away_even_for_a_traced_length(length, pairing):
+    slot = Rotary(Plain(partial_rotary_factor=0.5) if length is None else DynamicNTK(32), pairing=pairing)
 
     @jax.jit
     def scores(start, length):
-        places = {"q_positions": Range(start, 6), "kv_positions": Range(start, 6), "head_dim": 16}
-        return jnp.einsum("btnd,bsnd->bnts", *slot(Q[:, :, :2], K, **places, length=length))
+        at = Range(start, N)
+        phi, psi = slot(Q, K, q_positions=at, kv_positions=at, head_dim=D, length=length)
+        return jnp.einsum("btnd,bsnd->bnts", phi[:, :, ::2], psi)
 
-    near, far = scores(jnp.int32(0), length), scores(jnp.int32(2**31 - 7), length)
-    np.testing.assert_allclose(far, near, atol=2e-5)
-
-
-def test_left_padding_and_packing_read_positions():
-    shifted = Rotary()(Q, K, q_positions=np.array([[0, 0, 0, 1, 2, 3]] * 2), kv_positions=Range(0, 6), head_dim=16)[0]
-    plain = Rotary()(Q[:, 2:], K, q_positions=Range(0, 4), kv_positions=Range(0, 6), head_dim=16)[0]
-    chex.assert_trees_all_close(shifted[:, 2:], plain, atol=1e-6)
+    near = scores(jnp.int32(0), length)
+    for start in (-8, 2**31 - 1 - N, -(2**31)):
+        np.testing.assert_allclose(scores(jnp.int32(start), length), near, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"frequencies": 10_000.0}, "frequencies must be a frequency rule such as Plain"),
-        ({"pairing": "neox"}, "pairing: unknown value 'neox'"),
-        ({"precision": "float32"}, "precision: unknown value 'float32'"),
-    ],
-)
-def test_bad_slots_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Rotary(**options)
+# --- VO-RoPE: values are rotated, and outputs are rotated back --------------------------------------------------------
 
 
-def test_head_dim_must_fit():
-    with pytest.raises(ValueError, match="head_dim=16 but the rule was made for head_dim=8"):
-        Rotary(Plain(head_dim=8))(Q, K, **PLACES)
+def attend(slot, positions=POSITIONS):
+    """Causal attention with the slot's features, in float64."""
+    phi, psi = features(slot, positions)
+    values = np.repeat(np.float64(slot.value({}, V, positions, head_dim=D)), 2, axis=2)
+    logits = np.einsum("btnd,bsnd->bnts", np.float64(phi), np.repeat(np.float64(psi), 2, axis=2)) / np.sqrt(D)
+    weights = np.exp(logits) * np.tri(N)
+    weights = weights / weights.sum(-1, keepdims=True)
+    out = np.einsum("bnts,bsnd->btnd", weights, values).astype(np.float32)
+    return weights, np.asarray(slot.output({}, out, positions, head_dim=D))
+
+
+@pytest.mark.parametrize(("targets", "pairing"), [("vo", "interleaved"), ("qkvo", "half")])
+def test_outputs_sum_values_turned_by_their_distance(targets, pairing):
+    """o_i = sum_j a_ij R_{j-i} v_j; pairs and frequencies over the size of the values."""
+    slot = ValueRotary(targets=targets, pairing=pairing)
+    weights, found = attend(slot)
+    angles = (POSITIONS[None, :, None] - POSITIONS[:, None, None]) * powers(10_000.0, SIZE)
+    expected = np.zeros((2, N, 4, SIZE))
+    for i, j in np.ndindex(N, N):
+        turned = turn(np.repeat(V[:, j], 2, axis=1), angles[i, j], pairing)
+        expected[:, i] += weights[:, :, i, j, None] * turned
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    np.testing.assert_allclose(attend(slot, POSITIONS + 1_000_003)[1], found, atol=1e-5)
+    wanted = (Q, K) if targets == "vo" else features(Rotary(pairing=pairing))
+    chex.assert_trees_all_equal(features(slot), wanted)
+
+
+def test_an_attention_factor_is_for_logits_only_and_the_gradient_is_that_of_a_rotation():
+    slot = ValueRotary(YaRN(4.0, 32))
+    turned = slot.value({}, V, POSITIONS, head_dim=D)
+    np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), np.linalg.norm(V, axis=-1), rtol=1e-5)
+    turn_back = jax.jit(lambda v: slot.output({}, slot.value({}, v, POSITIONS, head_dim=D), POSITIONS, head_dim=D))
+    np.testing.assert_allclose(turn_back(V), V, atol=1e-5)
+    np.testing.assert_allclose(jax.grad(lambda v: (turn_back(v) * V).sum())(V), V, atol=1e-5)
+    assert turn_back(V.astype(np.float16)).dtype == np.float16
+
+
+# --- xPos -------------------------------------------------------------------------------------------------------------
+
+
+def zeta(d, gamma=0.4):
+    return (2 * np.arange(d // 2) + gamma * d) / ((1 + gamma) * d)
+
+
+def test_numbers_of_the_paper():
+    """zeta runs from 0.2857 to 0.978 for a head of 64; at distance 512 it is the factor, at 2048 its fourth power."""
+    kept = np.exp(-512 * XPos().decay(64))[:32]
+    np.testing.assert_allclose(kept, zeta(64), rtol=1e-12)
+    np.testing.assert_allclose(kept[[0, -1]], [0.2857, 0.978], atol=5e-4)
+    np.testing.assert_allclose(np.exp(-2048 * XPos().decay(64))[0], 0.00666, atol=1e-5)
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_decayed_scores_are_sums_of_damped_pairs(pairing):
+    """sum_t zeta_t^((i - j)/512) of the rotated pairs."""
+    slot = XPos(pairing=pairing)
+    phi, psi = (np.float64(x[0, :, 0]) for x in features(slot))
+    angles = POSITIONS[:, None, None] * powers(10_000.0, D)
+    q, k = (turn(x, angles, pairing)[0, :, 0] for x in (Q, K))
+    channel = np.tile(zeta(D), 2) if pairing == "half" else np.repeat(zeta(D), 2)
+    for i, j in zip(*np.tril_indices(N), strict=True):
+        apart = POSITIONS[i] - POSITIONS[j]
+        found = (phi[i] * psi[j] * np.exp(-slot.decay(D) * apart)).sum()
+        np.testing.assert_allclose(found, (q[i] * k[j] * channel ** (apart / 512)).sum(), atol=1e-5)
+
+
+def test_the_rest_of_a_partial_head_is_not_damped():
+    slot = XPos(Plain(partial_rotary_factor=0.5), gamma=1.0, scale_base=100.0)
+    np.testing.assert_allclose(np.exp(-100 * slot.decay(D)), np.r_[np.tile(zeta(8, 1.0), 2), np.ones(8)])
+    assert slot.shift_invariant
+    assert "causal" in slot.one_sided

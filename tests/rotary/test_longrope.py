@@ -18,45 +18,24 @@ RULE = LongRoPE(*LISTS, 32, factor=4.0, unscaled_first=4)
 @pytest.mark.parametrize("length", [20, 64])
 def test_first_positions_keep_plain_angles(length):
     """microsoft/LongRoPE, the "mixed" embedding: the first rows are those of the original one, unit factor included."""
-    scaled = dataclasses.replace(RULE, unscaled_first=0)
     positions = np.array([[0, 3, 4, 5], [9, 1, -1, 100]])
     found = jax.jit(lambda p: RULE.table(p, head_dim=16, length=length))(positions)
     plain = rotary_table(positions, Plain().at_length(head_dim=16)[0])
-    other = scaled.table(positions, head_dim=16, length=length)
-    for b, n in np.ndindex(2, 4):
-        expected = plain if positions[b, n] < 4 else other
-        chex.assert_trees_all_close(
-            jax.tree.map(lambda x: x[b, n], found),  # noqa: B023
-            jax.tree.map(lambda x: x[b, n], expected),  # noqa: B023
-            atol=1e-6,
-        )
-    assert np.abs(found.cos[0, 1:3] - other.cos[0, 1:3]).max(axis=-1).tolist()[1] < 1e-6
-    assert np.abs(found.cos[0, 1] - other.cos[0, 1]).max() > 0.1
-    chex.assert_trees_all_close(
-        RULE.table(Range(2, 4), head_dim=16, length=length), RULE.table(np.arange(2, 6), head_dim=16, length=length)
-    )
+    scaled = dataclasses.replace(RULE, unscaled_first=0).table(positions, head_dim=16, length=length)
+    first = (positions < 4)[..., None]
+    chex.assert_trees_all_close(found, jax.tree.map(lambda a, b: np.where(first, a, b), plain, scaled), atol=1e-6)
+    assert np.abs(found.cos[0, 1] - scaled.cos[0, 1]).max() > 0.1
 
 
-def test_declares_that_it_is_not_shift_invariant():
-    assert not Rotary(RULE).shift_invariant
-    assert Rotary(dataclasses.replace(RULE, unscaled_first=0)).shift_invariant
-
-    def products(rule, start):
-        cos, sin = rule.table(Range(start, 8), head_dim=16, length=64)
-        return cos @ cos.T + sin @ sin.T
-
-    for first, moved in ((4, True), (0, False)):
-        rule = dataclasses.replace(RULE, unscaled_first=first)
-        assert (np.abs(products(rule, 0) - products(rule, 100)).max() > 0.1) == moved
+@pytest.mark.parametrize(("first", "invariant"), [(4, False), (0, True)])
+def test_it_declares_that_it_is_not_shift_invariant(first, invariant):
+    rule = dataclasses.replace(RULE, unscaled_first=first)
+    near, far = (rule.table(Range(start, 8), head_dim=16, length=64) for start in (0, 100))
+    apart = [cos @ cos.T + sin @ sin.T for cos, sin in (near, far)]
+    assert Rotary(rule).shift_invariant == (np.abs(apart[0] - apart[1]).max() < 1e-5) == invariant
 
 
 INITIAL = LongRoPE((1.0,) * 4, (1.0, 1.0, 2.0, 2.0), 32, factor=4.0, base=500.0, head_dim=8)
-
-
-def seeds(factor=4.0):
-    plain = Plain(500.0, head_dim=8).inverse_frequencies()
-    static = (NTKAware(factor, base=500.0, head_dim=8), NTKByParts(factor, 32, base=500.0, head_dim=8))
-    return [np.full(4, factor), *(plain / rule.inverse_frequencies() for rule in static), INITIAL.long_factor]
 
 
 def distance_to(factors, first):
@@ -90,26 +69,14 @@ def test_search_keeps_to_its_space_and_starts_from_the_known_rules():
     assert {rule.unscaled_first for rule in tried} <= set(UNSCALED_FIRST)
     assert {rule.select for rule in tried} == {"long"}
     assert len(set(tried)) == len(tried) <= 64 + 10 * 32
-    for rule, seed in zip(tried[:4], seeds(), strict=True):
-        np.testing.assert_allclose(rule.long_factor, seed, atol=0.0051)
-        assert rule.unscaled_first == 0
+    plain = Plain(500.0, head_dim=8).inverse_frequencies()
+    static = (NTKAware(4.0, base=500.0, head_dim=8), NTKByParts(4.0, 32, base=500.0, head_dim=8))
+    seeds = [np.full(4, 4.0), *(plain / rule.inverse_frequencies() for rule in static), INITIAL.long_factor]
+    np.testing.assert_allclose(factors[:4], seeds, atol=0.0051)
+    assert {rule.unscaled_first for rule in tried[:4]} == {0}
     assert (np.diff(found.history) <= 0).all()
-    assert found.history[0] <= min(map(fitness, tried[:4]))
-    assert found.fitness < found.history[0]
+    assert found.fitness < found.history[0] <= min(map(fitness, tried[:4]))
     assert found.rule.select == "by_length"
-
-
-def test_search_is_never_worse_than_its_seeds():
-    for best in range(4):
-        tried = []
-
-        def fitness(rule, best=best, tried=tried):
-            tried.append(rule)
-            return -1.0 if len(tried) == best + 1 else 1.0
-
-        found = search(fitness, INITIAL, population=4, parents=1, mutations=2, crossovers=2, iterations=3)
-        assert found.fitness == -1
-        assert found.rule.long_factor == tried[best].long_factor
 
 
 def test_search_is_deterministic_and_ranks_nan_last():
@@ -118,31 +85,5 @@ def test_search_is_deterministic_and_ranks_nan_last():
         return value if value < 2 else float("nan")
 
     runs = [search(fitness, INITIAL, seed=seed, iterations=3) for seed in (1, 1, 2)]
-    assert runs[0] == runs[1]
-    assert runs[0].history != runs[2].history or runs[0].rule != runs[2].rule
+    assert runs[0] == runs[1] != runs[2]
     assert np.isfinite(runs[0].history).all()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: LongRoPE(*LISTS, 32, factor=4.0, unscaled_first=-1), "unscaled_first must be a whole number"),
-        (lambda: LongRoPE(*LISTS, 32, factor=4.0, unscaled_first=1.5), "unscaled_first must be a whole number"),
-        (lambda: LongRoPE(*LISTS, 32, factor=1.0, select="dynamic"), "'dynamic' needs a factor above 1, found 1.0"),
-        (lambda: LongRoPE(*LISTS, 32, attention_factor=1.0, select="dynamic"), "needs a factor above 1, found None"),
-        (lambda: RULE.to_hf(), "Hugging Face has no unscaled_first, found 4"),
-        (lambda: search(len, Plain()), "initial must be a LongRoPE rule"),
-        (lambda: search(len, LongRoPE(*LISTS, 32, attention_factor=1.0)), "initial needs factor"),
-        (lambda: search(len, INITIAL, reach=0.5), "reach must be a number of at least 1, found 0.5"),
-        (lambda: search(len, INITIAL, step=0), "step must be positive, found 0"),
-        (lambda: search(len, RULE, unscaled_first=(0, 1)), "unscaled_first must hold 0 and that of initial, 4"),
-        (lambda: search(len, INITIAL, unscaled_first=(1, 2)), "unscaled_first must hold 0 and that of initial, 0"),
-        (lambda: search(len, INITIAL, population=3), "population must be at least 4"),
-        (lambda: search(len, INITIAL, parents=65), "parents must be at most the population of 64, found 65"),
-        (lambda: search(len, INITIAL, iterations=0), "iterations must be positive and whole, found 0"),
-        (lambda: search(len, INITIAL, probability=0.0), r"probability must be in \(0, 1\], found 0.0"),
-    ],
-)
-def test_bad_calls_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

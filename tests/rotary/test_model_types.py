@@ -3,24 +3,18 @@
 import numpy as np
 import pytest
 
-from posjax.rotary import from_hf, model_types
+from posjax.rotary import from_hf
 from posjax.rotary.model_types import MODEL_TYPES, NO_ROTARY, UNREADABLE
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import model_types as theirs
-import transformers
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
+WORDS = "rope_parameters|rotary_dim|rope_theta"
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
-READ = {
-    "sizes only": lambda values: values,
-    "another order": lambda values: dict(reversed(values.items())),
-    "null settings": lambda values: values | dict.fromkeys(("rope_parameters", "rope_scaling")),
-}
-"""Configurations that every type must read."""
 READ_OR_REFUSED = {
     "no head size": lambda values: {key: value for key, value in values.items() if "head_dim" not in key},
     "another base": lambda values: values | {"rope_theta": 54_321.0},
@@ -36,12 +30,13 @@ MISTAKEN = {"mistral4": "without its own rope_parameters transformers rotates mo
 """Types whose rotary module does not fit their model when their config has other rope_parameters than the default."""
 
 
-@pytest.fixture(scope="module")
-def types():
+@pytest.fixture(scope="module", params=["a fifth", pytest.param("all", marks=pytest.mark.wide)])
+def types(request):
     """The types of the table that the installed transformers has; other releases have more or fewer."""
     theirs.quiet()
-    found = {name: cls for name, cls in theirs.rotary_types().items() if name in MODEL_TYPES}
-    assert len(found) > 150
+    found = {name: cls for name, cls in sorted(theirs.config_classes(WORDS).items()) if name in MODEL_TYPES}
+    found = dict(list(found.items())[:: 1 if request.param == "all" else 5])
+    assert len(found) > (150 if request.param == "all" else 30)
     return found
 
 
@@ -62,12 +57,10 @@ def difference(values, expected):
     return "same"
 
 
-@pytest.mark.parametrize("case", READ)
-def test_every_type_with_sizes_alone_has_the_rule_of_transformers(types, case):
+def test_every_type_with_sizes_alone_has_the_rule_of_transformers(types):
     plain = {name: theirs.sizes(cls, name) for name, cls in types.items()}
-    found = {
-        name: difference(READ[case](plain[name]), theirs.rotations(cls, plain[name])) for name, cls in types.items()
-    }
+    null = dict.fromkeys(("rope_parameters", "rope_scaling"))
+    found = {name: difference(plain[name] | null, theirs.rotations(cls, plain[name])) for name, cls in types.items()}
     assert {name: what for name, what in found.items() if what != "same"} == {}
 
 
@@ -77,7 +70,7 @@ def test_a_setting_is_read_as_in_transformers_or_refused(types, case):
     found = {name: difference(values[name], theirs.tried(cls, values[name])) for name, cls in types.items()}
     wrong = {name: what for name, what in found.items() if what not in ("same", "refused") and name not in MISTAKEN}
     assert wrong == {}
-    assert list(found.values()).count("same") > 15
+    assert list(found.values()).count("same") > len(types) // 12
 
 
 def test_a_configuration_as_transformers_writes_it_has_its_rule(types):
@@ -85,18 +78,11 @@ def test_a_configuration_as_transformers_writes_it_has_its_rule(types):
     written = {name: cls().to_dict() for name, cls in types.items()}
     rotated = {name: theirs.tried(cls, written[name]) for name, cls in types.items()}
     found = {name: difference(written[name], rotated[name]) for name in types if rotated[name]}
-    assert len(found) > 150
     assert {name: what for name, what in found.items() if what not in ("same", "refused")} == {}
-    assert list(found.values()).count("refused") < 12
+    assert list(found.values()).count("refused") < len(types) // 12
 
 
-@pytest.mark.skipif(transformers.__version__ not in model_types.__doc__, reason="the table is of another release")
-@pytest.mark.parametrize("name", ["glm", "gpt_neox", "apertus", "gemma3_text", "olmo3", "deepseek_v4", "zamba2"])
-def test_the_script_finds_the_rows_of_the_table(types, name):
-    assert theirs.row(types[name], name) == MODEL_TYPES[name]
-
-
-def test_types_that_no_rule_describes_are_refused(types):
+def test_types_that_no_rule_describes_are_refused():
     assert not {*UNREADABLE, *NO_ROTARY} & set(MODEL_TYPES)
     for name in (*UNREADABLE, *NO_ROTARY):
         with pytest.raises(ValueError, match=f"model_type '{name}' has (no rotary positions|a rope that no)"):

@@ -1,12 +1,12 @@
-"""Schemes of several layers: what they have in common, and which of them a change reaches."""
+"""Schemes with other slots over the same parameters, and schemes of several layers."""
 
 import pytest
 
 import posjax as pj
-from posjax import Layers, masks
-from posjax.scheme.layers import MOST_LAYERS, uniform
+from posjax import coca, masks, rotary, scales
+from posjax.scheme import Layers, Scheme, uniform
 
-ROPE, ALIBI, NOPE, T5 = map(pj.scheme, ("rope", "alibi", "nope", "t5"))
+ROPE, ALIBI, NOPE, T5, FIRE = map(pj.scheme, ("rope", "alibi", "nope", "t5", "fire"))
 LOCAL = pj.scheme("rope", mask=masks.Window(4))
 FACTOR = {"frequencies": {"name": "linear", "factor": 2.0}}
 
@@ -15,73 +15,43 @@ def layers(*schemes, repeats=1):
     return Layers(((schemes, repeats),))
 
 
-def test_periods_are_repeated_in_order():
-    assert Layers((((ROPE, NOPE), 2), ((ALIBI,), 1))).schemes == (ROPE, NOPE, ROPE, NOPE, ALIBI)
+def test_extension_by_name_keeps_base_head_size_and_share():
+    before = pj.scheme("rope", base=500.0, head_dim=16, partial_rotary_factor=0.5)
+    after = before.extend(frequencies={"name": "dynamic-ntk", "original_length": 32})
+    rule = rotary.DynamicNTK(32, base=500.0, head_dim=16, partial_rotary_factor=0.5)
+    assert after == Scheme(features=rotary.Rotary(rule))
+    assert before.extend(frequencies={"name": "linear", "factor": 2.0, "base": 7.0}).features.frequencies.base == 7.0
+    assert before.extend() == before
+    mrope = pj.scheme("mrope", sections=(2, 1, 1)).extend(frequencies=rotary.YaRN(4.0, 8))
+    assert mrope.features.frequencies == rotary.MRoPE(sections=(2, 1, 1), rule=rotary.YaRN(4.0, 8))
 
 
-@pytest.mark.parametrize(("name", "field"), [("sinusoidal", "embedding"), ("randomised", "training_positions")])
-def test_one_layer_has_what_its_scheme_has(name, field):
-    scheme = pj.scheme(name, **({"max_length": 64} if name == "randomised" else {}))
-    assert getattr(layers(scheme), field) == getattr(scheme, field) is not None
+def test_extension_keeps_the_other_slots_and_the_kind_of_features():
+    before = Scheme(features=coca.Coca("slack", pairing="interleaved"), mask=masks.Window(9))
+    after = before.extend(frequencies=rotary.Linear(2.0), scale={"name": "clipped-log-n", "length": 8})
+    features = coca.Coca("slack", rotary.Linear(2.0), pairing="interleaved")
+    assert after == Scheme(features=features, mask=masks.Window(9), scale=scales.ClippedLogN(8))
+    both = before.extend(features=coca.Coca("strict"), frequencies=rotary.Linear(2.0))
+    assert both.features == coca.Coca("strict", rotary.Linear(2.0))
 
 
-@pytest.mark.parametrize("patterns", [(), (((), 1),), (((ROPE,), 0),), (((ROPE,), -1),)])
-def test_empty_patterns_are_refused(patterns):
-    with pytest.raises(ValueError, match=r"patterns is empty|every period needs schemes and repeats"):
-        Layers(patterns)
-
-
-def test_one_layer_that_reads_the_length_is_enough():
-    dynamic = pj.scheme("rope", frequencies={"name": "dynamic-ntk", "original_length": 16})
-    assert layers(ROPE, dynamic).reads_length
-    assert not layers(ROPE, NOPE).reads_length
-
-
-def test_one_scheme_for_all_layers():
+def test_periods_are_repeated_in_order_and_counted_without_listing_them():
+    both = Layers((((ROPE, NOPE), 2), ((ALIBI,), 1)))
+    assert both.schemes == (ROPE, NOPE, ROPE, NOPE, ALIBI)
+    assert (both.count, both.kinds) == (5, (ROPE, NOPE, ALIBI))
     assert uniform(ROPE, 3).schemes == (ROPE,) * 3
-    both = layers(ROPE, NOPE)
-    assert uniform(both, 2) is both
-    with pytest.raises(ValueError, match="2"):
-        uniform(both, 3)
-
-
-def test_what_layers_have_in_common_is_known_without_listing_them():
-    """The largest number of layers, in one pattern each; a list of them would take minutes at 2^63."""
-    many = uniform(pj.scheme("sinusoidal"), MOST_LAYERS)
-    assert (many.count, many.kinds, many.embedding) == (2**16, (pj.scheme("sinusoidal"),), pj.absolute.Sinusoidal())
-    both = Layers((((ROPE, NOPE), 3), ((ROPE,), 2)))
-    assert (both.count, both.kinds) == (8, (ROPE, NOPE, ROPE))
-
-
-HUGE = 2**63
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("num_layers", lambda: uniform(ROPE, HUGE)),
-        ("num_layers", lambda: uniform(layers(ROPE), HUGE)),
-        ("patterns", lambda: layers(ROPE, NOPE, repeats=HUGE)),
-        ("num_layers", lambda: pj.scheme("smollm3", num_layers=HUGE)),
-        ("num_layers", lambda: pj.scheme("hwfa", num_layers=HUGE, length=64)),
-        ("num_layers", lambda: pj.scheme("hwfa2", num_layers=HUGE, length=64, full_layers=HUGE - 1)),
-    ],
-)
-def test_more_layers_than_any_model_has_are_refused(name, make):
-    with pytest.raises(ValueError, match=f"{name}.*(found|is) ({HUGE}|{2 * HUGE})"):
-        make()
+    assert uniform(both, 5) is both
+    sinusoidal = uniform(pj.scheme("sinusoidal"), 2**16)
+    assert (sinusoidal.count, sinusoidal.embedding) == (2**16, pj.absolute.Sinusoidal())
+    assert layers(pj.scheme("randomised", max_length=64)).training_positions is not None
 
 
 @pytest.mark.parametrize(
     ("schemes", "counted"),
-    [((ALIBI, T5), True), ((ALIBI, NOPE), True), ((NOPE, NOPE), False), ((ROPE, ROPE), False), ((ALIBI, ROPE), False)],
+    [((ALIBI, T5), True), ((ALIBI, NOPE), True), ((NOPE,), False), ((ALIBI, ROPE), False), ((ALIBI, FIRE), False)],
 )
-def test_tokens_are_counted_in_the_row_with_biases_and_without_features(schemes, counted):
+def test_tokens_are_counted_in_the_row_with_biases_of_distance_and_without_features(schemes, counted):
     assert layers(*schemes).counts_in_row is counted
-
-
-def test_a_bias_that_shifts_change_is_counted_in_documents():
-    assert not layers(ALIBI, pj.scheme("fire")).counts_in_row
 
 
 def test_a_change_reaches_the_selected_layers_that_rotate():
@@ -92,10 +62,24 @@ def test_a_change_reaches_the_selected_layers_that_rotate():
     assert both.extend(layers="local", **FACTOR).schemes == (ROPE, changed[1], NOPE)
 
 
-def test_a_change_that_reaches_no_layer_is_refused():
-    with pytest.raises(ValueError, match="layers: this scheme has no 'local' layer"):
-        layers(ROPE).extend(layers="local", **FACTOR)
-    with pytest.raises(ValueError, match=r"^frequencies: no layer of this scheme rotates anything"):
-        layers(NOPE).extend(**FACTOR)
-    with pytest.raises(ValueError, match=r"^frequencies: no 'full' layer of this scheme rotates anything"):
-        layers(NOPE, LOCAL).extend(layers="full", **FACTOR)
+@pytest.mark.parametrize(
+    ("scheme", "invariant"),
+    [
+        (pj.scheme("rope", mask=masks.Window(3), scale=scales.LogN(8)), True),
+        (pj.scheme("rope", mask=masks.Window(3) | masks.FirstTokens(1)), False),
+        (pj.scheme("rope", mask=masks.Chunked(4)), False),
+        (pj.scheme("nope", scale=scales.Llama4Temperature()), False),
+        (pj.scheme("alibi", embedding=pj.absolute.Sinusoidal()), False),
+        (pj.scheme("coca-relative", scale=scales.SSMax()), True),
+        (pj.scheme("coca-slack"), False),
+        (pj.scheme("performer"), False),
+    ],
+)
+def test_shift_invariance_and_reading_the_length_follow_from_the_slots(scheme, invariant):
+    assert scheme.shift_invariant is invariant
+    assert layers(pj.scheme("nope", embedding=scheme.embedding), scheme).shift_invariant is invariant
+    assert not scheme.reads_length
+    if scheme.rotates:
+        dynamic = scheme.replace(linear=None, frequencies=rotary.DynamicNTK(8))
+        assert dynamic.reads_length
+        assert layers(scheme, dynamic).reads_length
