@@ -159,13 +159,6 @@ def test_a_signal_saves_and_stops(config, uninterrupted, tmp_path, fit_until, nu
     chex.assert_trees_all_equal(parameters(tmp_path), parameters(uninterrupted.directory))
 
 
-def test_progress_is_plain_lines_without_a_terminal(config, tmp_path, capsys):
-    fit(config, tmp_path / "shown", progress="mine")
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split(" · ")[0] for line in printed] == [f"mine: step {step}/6" for step in (2, 4, 6)]
-    assert "tokens/s" in printed[-1]
-
-
 def test_another_config_is_refused_and_nothing_changes(config, uninterrupted):
     before = contents(uninterrupted.directory)
     refused("seed", lambda: fit(parse({**to_dict(config), "seed": 7}), uninterrupted.directory))

@@ -10,21 +10,23 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from refusals import refused
 
 from posjax.nn import logical_axes
 from posjax.nn.huggingface.load import named_parameters
 from train.config import TrainConfig, parse
-from train.loop.optimizer import FROZEN, TRAINED, kept_moments, learning_rate, make_optimizer, param_labels
+from train.loop.optimizer import kept_moments, learning_rate, make_optimizer
 from train.model.build import build_model
 
 
 @pytest.mark.parametrize("warmup", [0, 10])
-@pytest.mark.parametrize(("schedule", "last"), [("linear", 0.2), ("constant", 2.0)])
-def test_learning_rate_warms_up_and_then_decays_linearly_or_is_constant(schedule, last, warmup):
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_learning_rate_warms_up_and_then_falls_to_its_last_share_or_stays(schedule, warmup):
     config = TrainConfig(steps=110, warmup_steps=warmup, learning_rate=2.0, final_learning_rate=0.1, schedule=schedule)
+    passed = np.arange(1, 111 - warmup) / (110 - warmup)
+    share = {"cosine": (1 + np.cos(np.pi * passed)) / 2, "linear": 1 - passed, "constant": np.ones(len(passed))}
+    expected = [*(0.2 * np.arange(1, warmup + 1)), *(0.2 + 1.8 * share[schedule])]
     rate = learning_rate(config)
-    knots = {0: 2.0} | ({0: 0.0, warmup: 2.0} if warmup else {}) | {110: last}
-    expected = np.interp(np.arange(1, 111), list(knots), list(knots.values()))
     np.testing.assert_allclose([rate(step) for step in range(110)], expected, rtol=1e-5)
 
 
@@ -55,26 +57,19 @@ def test_factors_multiply_the_rate_of_the_parameters_that_they_name():
         for _ in range(2):
             expected -= rate * (np.sign(gradients[name][0, 0]) + 0.2 * expected)
         np.testing.assert_allclose(found[name], expected, rtol=1e-5)
-    frozen, _ = updated(TrainConfig(**PLAIN, trainable=("b",), learning_rate_factors=factors), gradients)
-    np.testing.assert_array_equal(frozen["a"], 1.0)
-    assert (np.asarray(frozen["b"]) != 1.0).all()
-    with pytest.raises(ValueError, match=r"^train.learning_rate_factors: 'c' names no parameter; the names are a, b"):
-        make_optimizer(TrainConfig(learning_rate_factors={"c": 2.0}), MATRICES)
+    unknown = TrainConfig(learning_rate_factors={"c": 2.0})
+    refused("train.learning_rate_factors", lambda: make_optimizer(unknown, MATRICES))
 
 
-def test_first_moments_in_bfloat16_are_those_of_optax():
-    random = np.random.default_rng(0)
-    gradients = {name: jnp.asarray(random.normal(size=(2, 3)), jnp.float32) for name in MATRICES}
-    found, state = updated(TrainConfig(**PLAIN, weight_decay=0.0, moment_dtype="bfloat16"), gradients, steps=3)
-    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree_utils.tree_get(state, "mu"))} == {jnp.dtype("bfloat16")}
-    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree_utils.tree_get(state, "nu"))} == {jnp.dtype("float32")}
-    optimizer = optax.adam(0.1, 0.9, 0.95, mu_dtype=jnp.bfloat16)
-    wanted = jax.tree.map(jnp.ones_like, gradients)
-    state = optimizer.init(wanted)
-    for _ in range(3):
-        updates, state = optimizer.update(gradients, state, wanted)
-        wanted = optax.apply_updates(wanted, updates)
-    chex.assert_trees_all_close(found, wanted, rtol=1e-6)
+def test_gradients_are_clipped_to_their_global_norm():
+    """The first moments of AdamW are then ``(1 - beta1)`` times gradients with a norm of 1."""
+    axes = {"w": ("layers", "embed", "mlp"), "gain": ("layers", "embed")}
+    parameters = {"w": np.ones((3, 2, 4), np.float32), "gain": np.ones((3, 2), np.float32)}
+    optimizer = make_optimizer(TrainConfig(clip_norm=1.0), axes)
+    gradients = jax.tree.map(lambda x: 100 * x, parameters)
+    _, state = jax.jit(optimizer.update)(gradients, optimizer.init(parameters), parameters)
+    moments = jax.tree.leaves(optax.tree_utils.tree_get(state, "mu"))
+    np.testing.assert_allclose(np.sqrt(sum(np.square(m).sum() for m in moments)), 0.1, rtol=1e-5)
 
 
 def test_a_schedule_restarts_when_moments_are_kept():
@@ -88,12 +83,6 @@ def test_a_schedule_restarts_when_moments_are_kept():
     assert sorted(map(int, counts.values())) == [0, 3]
     for moment in ("mu", "nu"):
         chex.assert_trees_all_equal(*(optax.tree_utils.tree_get(state, moment) for state in (kept, last)))
-
-
-def test_a_parameter_is_trained_if_any_pattern_names_it():
-    axes = {"a": ("embed", "mlp"), "b": ("embed", "mlp"), "c": ("embed", "mlp")}
-    assert param_labels(TrainConfig(trainable=("a", "[bd]")), axes) == {"a": TRAINED, "b": TRAINED, "c": FROZEN}
-    assert set(param_labels(TrainConfig(), axes).values()) == {TRAINED}
 
 
 SHAPES = {
@@ -153,37 +142,17 @@ def test_muon_sets_the_singular_values_of_every_matrix_of_a_block_or_expert():
 
 
 @pytest.mark.parity
-def test_muon_is_that_of_torch_with_its_adamw_for_the_rest():
-    """torch multiplies matrices in bfloat16 there, so elements of updates, of about 0.02, are some percent off."""
+def test_parameters_that_are_no_matrices_of_a_block_have_the_adamw_of_torch():
     torch = pytest.importorskip("torch")
-
     config = TrainConfig(**PLAIN, optimizer="muon", weight_decay=0.2)
     found, _ = trained(config, gradients := random_gradients())
-    leaves = {name: torch.ones(shape) for name, shape in SHAPES.items() if name not in SPLIT}
-    matrices = {name: [torch.ones(shape[1:]) for _ in range(shape[0])] for name, shape in SPLIT.items()}
-    plain = {"lr": 0.1, "betas": (0.9, 0.95)}
-    optimizers = [
-        torch.optim.Muon(
-            [part for parts in matrices.values() for part in parts],
-            lr=0.1,
-            weight_decay=0.2,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW([leaves["embed"]], weight_decay=0.2, **plain),
-        torch.optim.AdamW([leaves["gain"], leaves["router"]], weight_decay=0.0, **plain),
-    ]
-    for each in gradients:
-        for name, leaf in leaves.items():
+    for name, decay in {"embed": 0.2, "gain": 0.0, "router": 0.0}.items():
+        leaf = torch.ones(SHAPES[name])
+        optimizer = torch.optim.AdamW([leaf], lr=0.1, betas=(0.9, 0.95), weight_decay=decay)
+        for each in gradients:
             leaf.grad = torch.tensor(each[name], dtype=torch.float32)
-        for name, parts in matrices.items():
-            for part, gradient in zip(parts, each[name].reshape(SPLIT[name]), strict=True):
-                part.grad = torch.tensor(gradient, dtype=torch.float32)
-        for optimizer in optimizers:
             optimizer.step()
-    for name, leaf in leaves.items():
         np.testing.assert_allclose(found[name], leaf, rtol=1e-5)
-    for name, parts in matrices.items():
-        np.testing.assert_allclose(found[name].reshape(SPLIT[name]), torch.stack(parts), atol=4e-3)
 
 
 OPTIMIZERS = ["adamw", "muon", "adafactor"]

@@ -116,14 +116,6 @@ def test_a_run_killed_in_every_stage_resumes_bit_for_bit(config, uninterrupted, 
     assert losses(tmp_path / "run") == losses(uninterrupted.directory)
 
 
-def test_stages_keep_what_they_do_not_change(config):
-    last = config.stage(3)
-    assert (last.train.warmup_steps, last.train.mesh.context, last.train.trainable) == (1, 2, ())
-    assert (last.train.batch_tokens, config.stage(2).train.batch_tokens) == (256, 512)
-    assert last.scheme.options == {"base": 500.0, **CURRICULUM[3]["extend"]}
-    assert config.stage_names == ("short", "collinear", "attention", "long")
-
-
 def decaying(config, text, keep_moments=True):
     """Short rows at a constant rate, then long rows of other text while the rate decays."""
     values = to_dict(config)
@@ -164,14 +156,6 @@ def test_moments_are_kept_only_when_asked(config, decayed, other_text, tmp_path)
     fresh = fit(decaying(config, other_text, keep_moments=False), tmp_path)
     assert losses(fresh.directory)[:5] == losses(decayed.directory)[:5]
     assert losses(fresh.directory)[5] != losses(decayed.directory)[5]
-
-
-def test_a_run_with_other_text_in_a_stage_resumes_bit_for_bit(config, decayed, other_text, tmp_path, killed):
-    wanted = decaying(config, other_text)
-    for step in (2, 7):
-        killed(wanted, tmp_path, step)
-    assert fit(wanted, tmp_path).finished
-    assert losses(tmp_path) == losses(decayed.directory)
 
 
 def test_a_stage_that_may_train_on_held_out_text_prints_a_warning(config):
