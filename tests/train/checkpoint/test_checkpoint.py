@@ -119,13 +119,6 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh(two, rows, columns, matrix):
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, wanted)
 
 
-def test_the_parameters_alone_come_back(two):
-    wanted = state(6, mesh(4, 2)).parameters
-    with Checkpoints(config(), two, TEXT) as checkpoints:
-        found = checkpoints.restore_parameters(checkpoints.newest(), abstract(wanted))
-    chex.assert_trees_all_equal(found, wanted)
-
-
 def largest(folder):
     """The largest file of values."""
     return max(folder.rglob("d/*"), key=lambda place: place.stat().st_size)
@@ -298,18 +291,6 @@ def test_a_step_is_saved_once(copy):
         checkpoints.save(6, 0, state(77), None)
         checkpoints.save(3, 0, state(77), None)
     assert contents(copy / "checkpoints") == before
-
-
-def test_a_failed_save_is_reported_and_removes_nothing(copy, monkeypatch):
-    def seal(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(integrity, "seal", seal)
-        with pytest.raises(OSError, match="No space left"):
-            save(copy, 9, keep=1)
-    assert names(copy) >= {"3", "6"}
-    assert restored(copy)[0].step == 6
 
 
 def test_another_config_or_another_text_is_refused_and_nothing_changes(two):

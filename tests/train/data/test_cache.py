@@ -145,16 +145,6 @@ def test_damaged_files_and_bad_records_are_reported_at_every_start(texts, tmp_pa
     assert differences(config, stricter) == []
 
 
-def test_a_wrong_key_of_the_text_is_noticed_early(tmp_path):
-    """After 1,000 records, although a corpus may be left out to a large part."""
-    with (tmp_path / "lines.jsonl").open("w") as file:
-        file.writelines(f'{{"{"body" if number < 1000 else "text"}": "some text"}}\n' for number in range(1200))
-    paths = [f"{tmp_path}/lines.jsonl"]
-    refused("text", lambda: training_rows(config_of(tmp_path, paths=paths, bad_records=0.95)))
-    rows = training_rows(config_of(tmp_path, paths=paths, bad_records=1.0))
-    assert 100 < rows.tokens / 11 < 200
-
-
 def test_only_what_changed_is_built_anew(texts, tmp_path):
     def built(**changes):
         parts = [{"paths": [f"{texts}/*.txt"]}, {"paths": [f"{texts}/*.jsonl"], "weight": 2.0}]
@@ -195,14 +185,6 @@ def test_the_tokenizer_is_part_of_the_key(texts, tmp_path):
     assert max(document.max() for document in held_out_documents(other)) == load_tokenizer(other.data).eos
     assert training_rows(other).padding == load_tokenizer(other.data).padding == 5
     chex.assert_trees_all_equal(everything(plain), before)
-
-
-def test_without_a_cache_in_the_config_only_the_bytes_of_a_small_corpus_are_not_kept(texts, tmp_path, monkeypatch):
-    training_rows(config_of(texts))
-    assert not (tmp_path / "runs").exists()
-    monkeypatch.setattr(cache, "_SMALL_BYTES", 100)
-    training_rows(config_of(texts))
-    assert list((tmp_path / "runs" / "tokens").glob("*/index.npz"))
 
 
 def test_whoever_comes_first_builds_on_a_disk(texts, tmp_path):

@@ -146,14 +146,6 @@ def test_mixtures_give_each_part_its_share_of_tokens(packing, weights):
     assert ((tokens == owners[:, None]) | (tokens == PADDING)).all()  # no row mixes two parts
 
 
-def test_the_seed_chooses_the_order_of_rows():
-    rows = pack(documents_of([29]), 2)  # 14 rows
-    first, again, other = (next(batches(rows, 14, seed)).tokens for seed in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, other)
-    assert sorted(first.tolist()) == sorted(other.tolist()) == sorted(everything(rows).tokens.tolist())
-
-
 def test_each_part_is_shuffled_on_its_own_and_repeats_when_it_is_used_up():
     documents = [[np.full(5, 300 + 50 * part + number, np.uint16) for number in range(20)] for part in range(2)]
     rows = pack_corpora([collect(part) for part in documents], [3.0, 1.0], 5, "concatenate", PADDING)
@@ -179,14 +171,6 @@ def test_mixtures_resume_and_are_shared_by_processes():
         fresh.set_state(state)
         for batch in rest:
             chex.assert_trees_all_equal(next(fresh), type(batch)(*(field[part] for field in batch)))
-
-
-def test_digest_depends_on_text_parts_and_weights():
-    def digest(weights, value=300):
-        return pack_corpora([part_of(value, 4, 16), part_of(301, 4, 12)], weights, 8, "best-fit", PADDING).digest()
-
-    assert digest([1.0, 2.0]) == digest([1.0, 2.0])
-    assert len({digest([1.0, 2.0]), digest([2.0, 1.0]), digest([1.0, 2.0], 305)}) == 3
 
 
 @pytest.fixture
@@ -219,18 +203,3 @@ def test_chosen_documents_are_packed_as_if_there_were_no_others(small_blocks, pa
     chex.assert_trees_all_equal(everything(found), expected)
     some = np.random.default_rng(0).permutation(len(found))[:9]
     chex.assert_trees_all_equal(found.batch(some), type(expected)(*(part[some] for part in expected)))
-
-
-def test_large_corpora_are_packed_in_groups(small_blocks, monkeypatch):
-    """Each group of documents by itself; a digest names how many there are."""
-    small_blocks()
-    sizes, length = SIZES["many"], 16
-    together = pack(documents_of(sizes), length, "best-fit")
-    monkeypatch.setattr("train.data.packing.GROUP_PIECES", 100)
-    rows = pack(documents_of(sizes), length, "best-fit")
-    found = [sorted(np.bincount(row[row >= 0]).tolist()) for row in everything(rows).segment_ids]
-    first = next(n for n in range(6, len(sizes), 6) if sum(-(-(size - 1) // length) for size in sizes[:n]) >= 100)
-    expected = naive_best_fit(sizes[:first], length)
-    assert sorted(found[: len(expected)]) == expected
-    assert pairs(everything(rows)) == pairs(everything(together))
-    assert rows.digest().startswith(f"{together.digest()}/")

@@ -1,12 +1,10 @@
 """Documents: found, named, read and split; the parts of a mixture."""
 
-import hashlib
-
 import pytest
 from documents import split
 from refusals import refused
 
-from train.config import DataConfig, differences, dump, parse, parse_text
+from train.config import DataConfig, parse
 from train.data.sources import all_documents
 
 
@@ -84,30 +82,14 @@ def mixture(folder, *names, held_out=0.05):
     return parse({"data": {"source": "files", "mixture": parts, "held_out": held_out}, "train": {"length": 8}})
 
 
-def test_a_mixture_survives_the_config_file(folder):
-    config = mixture(folder, "a", "b")
-    assert parse_text(dump(config), "config.yaml") == config
-    assert differences(config, mixture(folder, "b", "a"))
-
-
-@pytest.mark.parametrize("share", [1e-9, 0.3, 0.999999])
-def test_every_part_is_trained_on_and_some_are_held_out(folder, share):
+@pytest.mark.parametrize(("share", "least"), [(1e-9, 1), (0.3, 1), (0.999999, 9)])
+def test_every_part_is_trained_on_and_some_are_held_out(folder, share, least):
     texts = split(mixture(folder, "lone", "a", "b", held_out=share).data)
     train, held_out = ([text.split()[0] for text in side] for side in texts)
     assert set(train) == {b"lone", b"a", b"b"}
     assert len(train) + len(held_out) == 12
-    assert held_out.count(b"lone") == 0
-    if share < 1e-3:
-        names = [f"{number}.txt" for number in range(8)]  # b has the first three of these too
-        lowest = min(names, key=lambda name: hashlib.sha256(name.encode()).digest())
-        assert f"{texts[1][0].split()[1].decode()}.txt" == lowest
-    if share > 0.99:
-        assert len(train) == 3
-
-
-def test_a_split_does_not_depend_on_the_other_parts(folder):
-    alone, mixed = mixture(folder, "a", held_out=0.4), mixture(folder, "a", "b", held_out=0.4)
-    assert [text for text in split(mixed.data)[1] if text.startswith(b"a")] == split(alone.data)[1]
+    assert b"lone" not in held_out
+    assert len(held_out) >= least
 
 
 def test_text_keys_of_parts_differ(tmp_path):

@@ -14,11 +14,10 @@ from flags import environment
 from object_store import of_the_store, serving
 from refusals import refused
 
-from train import cli
 from train.config import dump, parse
 from train.data import building
 from train.data.pipeline import held_out_documents, training_rows
-from train.data.tokenize import Job, job_of, named_job, share, tokenize
+from train.data.tokenize import Job, job_of, named_job, tokenize
 
 FILES = 6
 
@@ -175,15 +174,6 @@ def test_a_command_that_ends_in_the_middle_leaves_no_worker_and_is_resumed(texts
     chex.assert_trees_all_equal(everything(config), everything(config_of(texts, "")))
 
 
-@pytest.mark.parametrize("count", [1, 5, 40])
-def test_every_piece_belongs_to_one_job_and_jobs_have_similar_work(count):
-    sizes = np.random.default_rng(count).integers(0, 1000, 30).tolist()
-    shares = [share(sizes, Job(number, count)) for number in range(count)]
-    assert sorted(index for mine in shares for index in mine) == list(range(30))
-    most = max(sum(sizes[index] for index in mine) for mine in shares)
-    assert most <= max(1.1 * sum(sizes) / count, max(sizes))
-
-
 def array_task(number, count, first, step=1):
     values = {"ID": number, "COUNT": count, "MIN": first, "STEP": step}
     return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
@@ -205,12 +195,6 @@ STEP = {"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
 )
 def test_the_environment_tells_which_job_this_is(variables, job):
     assert job_of(variables) == job
-
-
-def test_the_command_takes_jobs(texts, tmp_path):
-    (tmp_path / "config.yaml").write_text(dump(config_of(texts, tmp_path / "kept")))
-    assert cli.main(["tokenize", str(tmp_path / "config.yaml"), "--job", "1", "--jobs", "2", "--workers", "1"]) == 0
-    assert len(built(tmp_path / "kept")) == FILES // 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""The optimizers: their updates, decay, schedules and moments, against closed forms and the optimizers of optax and
-torch."""
+"""The optimizers: their updates, decay, schedules and moments, against closed forms and torch."""
 
 import re
 
@@ -30,16 +29,14 @@ def test_the_learning_rate_warms_up_and_then_falls_to_its_last_share_or_stays(sc
     np.testing.assert_allclose([rate(step) for step in range(110)], expected, rtol=1e-5)
 
 
-MATRICES = {"a": ("embed", "mlp"), "b": ("embed", "mlp")}
-
-
-def updated(config, gradients, steps=1):
-    """Two parameters that start as ones, and the state of the optimizer, after `steps` updates."""
-    optimizer = make_optimizer(config, MATRICES)
-    parameters = jax.tree.map(jnp.ones_like, gradients)
+def updated(config, axes, gradients, start=1.0):
+    """Parameters that are equal at first, after an update by each of the gradients; and the optimizer's last state."""
+    optimizer = make_optimizer(config, axes)
+    parameters = jax.tree.map(lambda gradient: jnp.full(gradient.shape, start), gradients[0])
     state = optimizer.init(parameters)
-    for _ in range(steps):
-        updates, state = optimizer.update(gradients, state, parameters)
+    for each in gradients:
+        each = jax.tree.map(jnp.float32, each)
+        updates, state = optimizer.update(each, state, parameters)
         parameters = optax.apply_updates(parameters, updates)
     return parameters, state
 
@@ -47,15 +44,18 @@ def updated(config, gradients, steps=1):
 PLAIN = {"learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0, "clip_norm": 1e9, "steps": 100}
 
 
+MATRICES = {"a": ("embed", "mlp"), "b": ("embed", "mlp")}
+
+
 def test_factors_multiply_the_rate_of_the_parameters_that_they_name():
     """With a constant gradient, an update of AdamW is the rate times the sum of the gradient's sign and the decay."""
-    gradients = {"a": jnp.full((2, 3), 0.3), "b": jnp.full((2, 3), -0.2)}
-    factors = {"a": 0.5, "[ab]": 0.25}
-    found, _ = updated(TrainConfig(**PLAIN, weight_decay=0.2, learning_rate_factors=factors), gradients, steps=2)
-    for name, rate in (("a", 0.1 * 0.5 * 0.25), ("b", 0.1 * 0.25)):
+    gradients = {"a": np.full((2, 3), 0.3), "b": np.full((2, 3), -0.2)}
+    config = TrainConfig(**PLAIN, weight_decay=0.2, learning_rate_factors={"a": 0.5, "[ab]": 0.25})
+    found, _ = updated(config, MATRICES, [gradients, gradients])
+    for name, rate, sign in (("a", 0.1 * 0.5 * 0.25, 1), ("b", 0.1 * 0.25, -1)):
         expected = 1.0
         for _ in range(2):
-            expected -= rate * (np.sign(gradients[name][0, 0]) + 0.2 * expected)
+            expected -= rate * (sign + 0.2 * expected)
         np.testing.assert_allclose(found[name], expected, rtol=1e-5)
     unknown = TrainConfig(learning_rate_factors={"c": 2.0})
     refused("train.learning_rate_factors", lambda: make_optimizer(unknown, MATRICES))
@@ -63,21 +63,17 @@ def test_factors_multiply_the_rate_of_the_parameters_that_they_name():
 
 def test_gradients_are_clipped_to_their_global_norm():
     """The first moments of AdamW are then ``(1 - beta1)`` times gradients with a norm of 1."""
-    axes = {"w": ("layers", "embed", "mlp"), "gain": ("layers", "embed")}
-    parameters = {"w": np.ones((3, 2, 4), np.float32), "gain": np.ones((3, 2), np.float32)}
-    optimizer = make_optimizer(TrainConfig(clip_norm=1.0), axes)
-    gradients = jax.tree.map(lambda x: 100 * x, parameters)
-    _, state = jax.jit(optimizer.update)(gradients, optimizer.init(parameters), parameters)
+    gradients = {"a": np.full((3, 2), 100.0), "b": np.full((3, 8), 100.0)}
+    _, state = updated(TrainConfig(clip_norm=1.0), MATRICES, [gradients])
     moments = jax.tree.leaves(optax.tree_utils.tree_get(state, "mu"))
     np.testing.assert_allclose(np.sqrt(sum(np.square(m).sum() for m in moments)), 0.1, rtol=1e-5)
 
 
 def test_a_schedule_restarts_when_moments_are_kept():
-    gradients = {name: jnp.full((2, 3), 0.3) for name in MATRICES}
+    gradients = {name: np.full((2, 3), 0.3) for name in MATRICES}
     config = TrainConfig(**{**PLAIN, "schedule": "linear"}, trainable=("a",))
-    optimizer = make_optimizer(config, MATRICES)
-    _, last = updated(config, gradients, steps=3)
-    kept = kept_moments(last, optimizer.init(gradients))
+    _, last = updated(config, MATRICES, [gradients] * 3)
+    kept = kept_moments(last, make_optimizer(config, MATRICES).init(jax.tree.map(jnp.float32, gradients)))
     chex.assert_trees_all_equal_shapes_and_dtypes(kept, last)
     counts = dict(optax.tree_utils.tree_get_all_with_path(kept, "count"))
     assert sorted(map(int, counts.values())) == [0, 3]
@@ -104,19 +100,6 @@ AXES = {
 SPLIT = {"up": (2, 4, 6), "o": (2, 6, 4), "down": (6, 5, 4)}  # into the matrices that Muon updates
 
 
-def trained(config, gradients):
-    """Parameters that start as ones, after an update by each of the gradients; and the last state."""
-    optimizer = make_optimizer(config, AXES)
-    parameters = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    state = optimizer.init(parameters)
-    for each in gradients:
-        updates, state = optimizer.update(
-            {name: jnp.asarray(g, jnp.float32) for name, g in each.items()}, state, parameters
-        )
-        parameters = optax.apply_updates(parameters, updates)
-    return parameters, state
-
-
 def random_gradients(steps=3):
     random = np.random.default_rng(0)
     return [{name: random.normal(size=shape) for name, shape in SHAPES.items()} for _ in range(steps)]
@@ -125,7 +108,7 @@ def random_gradients(steps=3):
 def test_muon_sets_the_singular_values_of_every_matrix_of_a_block_or_expert():
     """Five Newton-Schulz steps map a singular value s of ``X`` by ``s <- a s + b s^3 + c s^5`` (Jordan 2024)."""
     config = TrainConfig(**{**PLAIN, "clip_norm": 1.0}, optimizer="muon", beta2=0.9, weight_decay=0.2)
-    found, _ = trained(config, gradients := random_gradients())
+    found, _ = updated(config, AXES, gradients := random_gradients())
     norms = [np.sqrt(sum(np.square(g).sum() for g in each.values())) for each in gradients]
     for name, shape in SPLIT.items():
         expected, moment = np.ones(shape), np.zeros(shape)
@@ -145,7 +128,7 @@ def test_muon_sets_the_singular_values_of_every_matrix_of_a_block_or_expert():
 def test_parameters_that_are_no_matrices_of_a_block_have_the_adamw_of_torch():
     torch = pytest.importorskip("torch")
     config = TrainConfig(**PLAIN, optimizer="muon", weight_decay=0.2)
-    found, _ = trained(config, gradients := random_gradients())
+    found, _ = updated(config, AXES, gradients := random_gradients())
     for name, decay in {"embed": 0.2, "gain": 0.0, "router": 0.0}.items():
         leaf = torch.ones(SHAPES[name])
         optimizer = torch.optim.AdamW([leaf], lr=0.1, betas=(0.9, 0.95), weight_decay=decay)
@@ -187,9 +170,11 @@ def test_factors_and_frozen_parameters_of_every_optimizer(optimizer):
     """A factor halves an update; a frozen parameter neither moves nor decays, and has no moments."""
     gradients = random_gradients(1)
     plain = {**PLAIN, "optimizer": optimizer}
-    whole, _ = trained(TrainConfig(**plain), gradients)
-    halved, _ = trained(TrainConfig(**plain, learning_rate_factors={"[!u]*": 0.5}), gradients)
-    frozen, state = trained(TrainConfig(**plain, trainable=["up", "gain"], learning_rate_factors={"*": 0.5}), gradients)
+    whole, _ = updated(TrainConfig(**plain), AXES, gradients)
+    halved, _ = updated(TrainConfig(**plain, learning_rate_factors={"[!u]*": 0.5}), AXES, gradients)
+    frozen, state = updated(
+        TrainConfig(**plain, trainable=["up", "gain"], learning_rate_factors={"*": 0.5}), AXES, gradients
+    )
     for name in SHAPES:
         factor = 1.0 if name == "up" else 0.5
         np.testing.assert_allclose(halved[name] - 1, factor * (whole[name] - 1), rtol=1e-4, atol=1e-6)
@@ -200,9 +185,6 @@ def test_factors_and_frozen_parameters_of_every_optimizer(optimizer):
 def test_updates_of_adafactor_are_clipped_to_the_size_of_their_parameter():
     """After a first gradient near 0, each element of the second update is ``g / sqrt(2^-0.8 g^2)`` = 2^0.4 = 1.32."""
     config = TrainConfig(optimizer="adafactor", learning_rate=0.1, warmup_steps=0, weight_decay=0.0, steps=10**6)
-    parameters = {"w": jnp.full((2, 3), 0.5)}
-    optimizer = make_optimizer(config, {"w": ("embed", "mlp")})
-    state = optimizer.init(parameters)
-    for size in (1e-6, 0.1):
-        updates, state = optimizer.update({"w": jnp.full((2, 3), size)}, state, parameters)
-    np.testing.assert_allclose(updates["w"], -0.1 * 0.5, rtol=1e-5)
+    sizes = [{"w": np.full((2, 3), size)} for size in (1e-6, 0.1)]
+    before, after = (updated(config, {"w": ("embed", "mlp")}, sizes[:n], start=0.5)[0]["w"] for n in (1, 2))
+    np.testing.assert_allclose(after - before, -0.1 * before, rtol=1e-5)

@@ -5,12 +5,10 @@ import json
 import chex
 import numpy as np
 import pytest
-from flax import nnx
 from programs import shared_programs
 from refusals import refused
 
 from posjax.coca import Coca
-from posjax.nn.huggingface.load import named_parameters
 from posjax.rotary import YaRN
 from train.checkpoint.restore import restore_model
 from train.config import parse, to_dict
@@ -95,19 +93,6 @@ def test_the_last_stage_is_what_is_restored(uninterrupted):
     chex.assert_shape(model.stacks[0][0].attention.k[...], (1, 16, 2, 4))
 
 
-def test_the_middle_step_of_a_conversion_moves_attentions_projections(uninterrupted):
-    def restored(stage):
-        model = restore_model(uninterrupted.directory, stage)[1]
-        base = model.config.layers.schemes[0].features.frequencies.base
-        return base, dict(named_parameters(nnx.to_pure_dict(nnx.state(model))))
-
-    (old_base, before), (base, after) = (restored(stage) for stage in ("collinear", "attention"))
-    assert (old_base, base) == (10_000.0, 500.0)
-    assert before.keys() == after.keys()
-    moved = {name for name in after if not np.array_equal(before[name], after[name])}
-    assert moved == {f"stacks/0/0/attention/{name}" for name in "qkv"}
-
-
 def test_a_run_killed_in_every_stage_resumes_bit_for_bit(config, uninterrupted, tmp_path, killed):
     for step in (2, 5, 9, 11):
         killed(config, tmp_path / "run", step)
@@ -156,13 +141,6 @@ def test_moments_are_kept_only_when_asked(config, decayed, other_text, tmp_path)
     fresh = fit(decaying(config, other_text, keep_moments=False), tmp_path)
     assert losses(fresh.directory)[:5] == losses(decayed.directory)[:5]
     assert losses(fresh.directory)[5] != losses(decayed.directory)[5]
-
-
-def test_a_stage_that_may_train_on_held_out_text_prints_a_warning(config):
-    values, messages = to_dict(config), []
-    values["stages"] = [{"name": "stable"}, {"name": "decay", "data": {"held_out": 0.5}}]
-    prepare(parse(values), messages.append)
-    assert messages[0].startswith("warning: stage 'decay' reads 2 files of data as part of another text")
 
 
 @pytest.mark.parametrize(("first", "second"), [({"embed": 0.5}, {}), ({"*": 2.0}, {"embed": 2.0})])

@@ -125,13 +125,6 @@ def test_layers_with_a_window_are_skipped():
     assert continued(LOCAL, {}, OWN, 2 * OWN) == {}
 
 
-def test_a_window_as_long_as_the_model_confines_nothing():
-    wide = ROPE.replace(mask={"name": "window", "size": OWN})
-    found = extended(wide, 2 * OWN)
-    assert isinstance(found.features.frequencies, rotary.YaRN)
-    assert found.mask == wide.mask
-
-
 @pytest.mark.parametrize(
     ("named", "scheme", "slot", "change"),
     [

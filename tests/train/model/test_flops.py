@@ -142,11 +142,6 @@ def test_padding_and_other_documents_cost_nothing():
     assert found.attention == whole.attention * packed(Causal(), ids) / (4 * 32 * 33 / 2)
 
 
-def test_features_that_are_wider_than_a_head():
-    wide = dataclasses.replace(LLAMA, scheme=SchemeConfig("pope"))
-    assert update_flops(wide).attention == update_flops(LLAMA).attention * 3 / 2
-
-
 def test_the_convention_of_maxtext_counts_half_a_square():
     assert maxtext_flops(LLAMA).parameters == update_flops(LLAMA).parameters
     assert maxtext_flops(LLAMA).attention / update_flops(LLAMA).attention == pytest.approx(32 / 33)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from train.config import MeshConfig, parse
-from train.loop.fit import prepare
+from train.config import MeshConfig
 from train.model.mesh import AXES, make_mesh, mesh_shape
 
 
@@ -48,14 +47,6 @@ def test_slices_lie_along_replicas(replica):
     )
 
 
-def test_neighbours_in_a_mesh_of_one_slice_are_neighbours_on_its_links():
-    chips = [Chip(id=4 * y + x, coords=(x, y, 0), process_index=0) for x, y in itertools.product(range(4), range(2))]
-    mesh = make_mesh(MeshConfig(data=4, tensor=2), rows=4, devices=chips)
-    places = np.array([chip.coords for chip in mesh.devices.flat]).reshape(4, 2, 3)
-    assert len({chip.id for chip in mesh.devices.flat}) == 8
-    assert (np.abs(np.diff(places, axis=1)).sum(-1) == 1).all()
-
-
 @pytest.mark.parametrize(
     ("named", "sizes", "rows"),
     [
@@ -73,13 +64,3 @@ def test_impossible_sizes_are_refused(named, sizes, rows):
 
 def test_a_mesh_spans_all_slices():
     refused("train.mesh.replica", lambda: make_mesh(MeshConfig(data=-1), rows=16, devices=CHIPS))
-
-
-def test_fit_reports_what_a_mesh_does_not_split(tmp_path):
-    """A table of five million rows of width 15, which two devices cannot split: both hold all of it."""
-    model = {"vocab_size": 5_000_000, "model_dim": 15, "num_heads": 1, "num_layers": 1, "tied_head": True}
-    train = {"length": 32, "batch_tokens": 64, "mesh": {"data": 1, "fsdp": 2}}
-    messages = []
-    prepare(parse({"model": model, "scheme": "nope", "train": train, "output": str(tmp_path)}), messages.append)
-    [warning] = [message for message in messages if message.startswith("warning: train.mesh does not divide")]
-    assert "143 MiB" in warning

@@ -43,20 +43,15 @@ def test_an_axis_is_split_over_the_most_devices_that_divide_it(shape, spec):
     found.shard_shape(shape)  # raises if a shard is not whole
 
 
-@pytest.mark.parametrize(("size", "reported"), [(2**25 - 3, False), (2**25 - 1, True)])
-def test_an_excess_of_64_mib_is_the_least_that_is_reported(size, reported):
-    """Of an odd number of float32 two devices cannot hold half each: the excess is 2 (size + 1) bytes."""
-    found = replicated(abstract(fsdp=2), {"x": ("embed",)}, {"x": shape(size)})
-    assert ("holds 64 MiB" in found) == reported
-
-
 def test_the_excess_is_the_sum_over_parameters_and_the_largest_is_named():
-    """Half of each odd axis: 8 and 24 Mi numbers of 4 bytes, and 24 Mi of 2 bytes."""
+    """Half of each odd axis: 8 and 24 Mi numbers of 4 bytes, and 24 Mi of 2 bytes; less than 64 MiB is not reported."""
     axes = {"a": ("embed",), "b": ("embed", None), "c": ("embed",), "d": ("embed",)}
     shapes = {"a": shape(2**24 - 1), "b": shape(2**24 - 1, 3), "c": shape(2**24)}
     found = replicated(abstract(fsdp=2), axes, shapes | {"d": shape(3 * 2**24 - 1, dtype=np.float16)})
     assert f"holds {8 * 4 + 24 * 4 + 24 * 2} MiB" in found
     assert "most of b, of shape (16777215, 3)" in found
+    reported = [replicated(abstract(fsdp=2), {"x": ("embed",)}, {"x": shape(2**25 - n)}) for n in (3, 1)]
+    assert ["holds 64 MiB" in message for message in reported] == [False, True]
 
 
 def test_only_matrices_are_cast_and_lie_as_before(mesh):

@@ -8,7 +8,7 @@ import jax
 import pytest
 from refusals import refused
 
-from train.runtime.distributed import is_loss, reached_preemption, start, stop_requested
+from train.runtime.distributed import reached_preemption, start, stop_requested
 
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "first:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
@@ -81,17 +81,3 @@ def test_signals_are_left_alone_outside_the_main_thread():
     thread.start()
     thread.join()
     assert seen == [handler]
-
-
-@pytest.mark.parametrize(
-    ("error", "loss"),
-    [
-        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), True),
-        (ValueError("UNKNOWN: Gloo AllGather failed"), True),
-        (TimeoutError("no sign of life from process 3"), True),
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
-        (ValueError("train.rows"), False),
-    ],
-)
-def test_lost_processes_are_distinguished_from_other_errors(error, loss):
-    assert is_loss(error) == loss

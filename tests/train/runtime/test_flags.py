@@ -23,13 +23,11 @@ def test_what_is_set_by_hand_stays():
     assert set(RECOMMENDED) <= set(KNOWN)
 
 
-def test_a_run_prints_what_its_environment_lacks(monkeypatch):
+def test_a_run_on_tpus_is_told_what_its_environment_lacks(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--other=1")
-    message = advice(CHIPS[CHIP].kind)
-    assert message.endswith(f'export LIBTPU_INIT_ARGS="--other=1 {" ".join(RECOMMENDED[CHIP])}"')
-    assert [advice(kind) for kind in ("cpu", "NVIDIA H100 80GB HBM3", CHIPS["v4"].kind)] == [None] * 3
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", " ".join(RECOMMENDED[CHIP]))
-    assert advice(CHIPS[CHIP].kind) is None
+    wanted = f'export LIBTPU_INIT_ARGS="--other=1 {" ".join(RECOMMENDED[CHIP])}"'
+    assert advice(CHIPS[CHIP].kind).endswith(wanted)
+    assert advice("NVIDIA H100 80GB HBM3") is None
 
 
 PROGRAM = """
