@@ -51,18 +51,8 @@ def test_without_a_mask_every_token_sees_every_token_and_long_rows_need_no_squar
     assert prefix_pairs(Causal() & Window(4096), n)[-1] == 4096 * 4097 // 2 + (n - 4096) * 4096
 
 
-def segments(rows, length, seed):
-    """Segment ids of documents of random lengths, with padding between and after them."""
-    generator = np.random.default_rng(seed)
-    ids = np.full((rows, length), -1, np.int32)
-    for row in ids:
-        start = 0
-        for number in range(length):
-            stop = start + generator.integers(1, length // 2)
-            if generator.random() < 0.8:
-                row[start:stop] = number
-            start = stop
-    return ids
+PACKED = np.stack([np.repeat([0, -1, 1, 2, -1], [11, 3, 20, 9, 5]), np.repeat([0, 1, -1], [30, 1, 17])])
+"""Segment ids of documents of several lengths, with padding between and after them."""
 
 
 def packed(mask, ids):
@@ -77,9 +67,8 @@ def packed(mask, ids):
 @pytest.mark.parametrize("name", ["window", "lambda", "longformer", "prefix"])
 def test_packed_documents(name):
     """A pair costs 2 x 3 x 4 heads x 2 x 6 FLOPs, with heads of size 6."""
-    ids = segments(3, 48, seed=7)
     decoder = DecoderConfig(260, 1, 24, 4, scheme=Scheme(mask=DISTANCES[name]))
-    assert decoder_flops(decoder, ids).attention == 6 * 4 * 12 * packed(Causal() & DISTANCES[name], ids)
+    assert decoder_flops(decoder, PACKED).attention == 6 * 4 * 12 * packed(Causal() & DISTANCES[name], PACKED)
 
 
 def test_layers_and_heads_with_different_masks():
@@ -136,10 +125,15 @@ def test_an_update_by_hand():
 
 
 def test_padding_and_other_documents_cost_nothing():
-    ids = segments(4, 32, seed=3)
+    ids = np.tile(PACKED[:, :32], (2, 1))
     found, whole = decoder_flops(decoder_config(LLAMA), ids), update_flops(LLAMA)
     assert found.parameters == whole.parameters * (ids >= 0).sum() / ids.size
     assert found.attention == whole.attention * packed(Causal(), ids) / (4 * 32 * 33 / 2)
+
+
+def test_features_that_are_wider_than_a_head():
+    wide = dataclasses.replace(LLAMA, scheme=SchemeConfig("pope"))
+    assert update_flops(wide).attention == update_flops(LLAMA).attention * 3 / 2
 
 
 def test_the_convention_of_maxtext_counts_half_a_square():
