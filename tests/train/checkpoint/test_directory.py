@@ -9,10 +9,10 @@ from flax import nnx
 from refusals import refused
 
 from posjax.nn import logical_axes
-from train.checkpoint.directory import check_one_run, check_run, create_run, read_config
+from train.checkpoint.directory import check_one_run
 from train.checkpoint.manager import Checkpoints
 from train.cli import main
-from train.config import dump, parse, to_dict
+from train.config import dump, parse
 from train.model.build import build_model
 from train.model.state import is_axis_names
 from train.runtime.lines import Listed
@@ -42,17 +42,6 @@ def test_the_names_of_the_parameters_are_those_documented():
     assert tree(scheme="t5").keys() - documented.keys() == {"shared.0.bias.table"}
     learned = {f"stacks.0.0.attention.learned.bias.{name}" for name in "bw"}
     assert tree(scheme="fox").keys() - documented.keys() == learned
-
-
-def test_a_run_directory_may_be_in_an_object_store():
-    directory = path("memory://runs/mine")
-    check_run(config(), directory)
-    create_run(config(), directory)
-    assert read_config(directory) == config()
-    write_file(directory / "metrics.jsonl", '{"step": 1}\n')
-    refused("seed", lambda: check_run(parse({**to_dict(config()), "seed": 3}), directory))
-    write_file(directory / "thesis.tex", "")
-    refused("thesis.tex", lambda: check_run(config(), directory))
 
 
 def test_checkpoints_are_refused_where_their_arrays_cannot_be_written(capsys):

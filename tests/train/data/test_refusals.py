@@ -4,11 +4,10 @@ import sys
 
 import numpy as np
 import pytest
-from documents import collect, pack
+from documents import pack
 from refusals import refused
 
 from train.config import DataConfig, parse
-from train.data.packing import pack_corpora
 from train.data.pipeline import held_out_sample, mix, training_rows
 from train.data.sources import all_documents
 from train.data.tokenizer import load_tokenizer
@@ -41,10 +40,6 @@ def files(**values):
         ("data.held_out", lambda: held_out_sample(data(held_out=0.0))),
         ("data.held_out_tokens", lambda: data(held_out_tokens=0)),
         ("train.length=8", lambda: pack([np.arange(8)], 8)),
-        (
-            "train.length=8",
-            lambda: pack_corpora([collect([np.arange(n)]) for n in (17, 8)], [1.0] * 2, 8, "best-fit", 259),
-        ),
     ],
 )
 def test_invalid_settings_are_refused(name, call):

@@ -102,10 +102,6 @@ def test_the_text_of_every_stage_is_tokenised_once(texts, tmp_path):
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
-def children_of(process):
-    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
-
-
 DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -131,16 +127,6 @@ if __name__ == "__main__":
 """
 
 
-def start(tmp_path, config):
-    """Starts the command in its own process; its fourth file is never finished."""
-    (tmp_path / "driver.py").write_text(DRIVER)
-    (tmp_path / "marks").mkdir()
-    (tmp_path / "config.yaml").write_text(dump(config))
-    command = [sys.executable, "driver.py"]
-    outputs = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=tmp_path, env=environment(), start_new_session=True, **outputs)
-
-
 def wait_for(condition):
     began = time.monotonic()
     while not condition():
@@ -148,14 +134,19 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("harmed", ["command", "worker", pytest.param("interrupt", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("harmed", ["command", "worker", "interrupt"])
 def test_a_command_that_ends_in_the_middle_leaves_no_worker_and_is_resumed(texts, tmp_path, harmed):
     """While one of two workers is busy and the other has finished. Ctrl-C reaches every process."""
     config, marks = config_of(texts, tmp_path / "kept"), tmp_path / "marks"
-    process = start(tmp_path, config)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    marks.mkdir()
+    outputs = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "driver.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), start_new_session=True, **outputs)
     wait_for(lambda: list(marks.iterdir()) and len(built(tmp_path / "kept")) == FILES - 1)
     worker = int(next(marks.iterdir()).name)
-    started = children_of(process.pid)
+    started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     if harmed == "interrupt":
         os.killpg(process.pid, signal.SIGINT)
     else:

@@ -21,21 +21,17 @@ def values():
     return rng.normal(size=(*TOKENS, SIZE)), rng.normal(size=(SIZE, VOCABULARY)), labels
 
 
-def by_hand(hidden, head, labels):
-    """Sums of the negative log-likelihoods and of the squared log-normalisers, over the predicted tokens."""
-    logits = hidden @ head
-    normaliser = np.log(np.exp(logits).sum(-1))
-    places = [place for place in np.ndindex(TOKENS) if labels[place] >= 0]
-    nll = sum(normaliser[place] - logits[place][labels[place]] for place in places)
-    return nll, sum(normaliser[place] ** 2 for place in places), len(places)
-
-
 @pytest.mark.parametrize("chunks", [1, 3, 12])
 def test_losses_are_sums_over_predicted_tokens(values, chunks):
+    """Of the negative log-likelihoods and of the squared log-normalisers."""
     hidden, head, labels = values
+    logits, places = hidden @ head, [place for place in np.ndindex(TOKENS) if labels[place] >= 0]
+    normaliser = np.log(np.exp(logits).sum(-1))
+    nll = sum(normaliser[place] - logits[place][labels[place]] for place in places)
     found = token_losses(jnp.float32(hidden), jnp.float32(head), jnp.asarray(labels), chunks)
     chex.assert_type(list(found), jnp.float32)
-    np.testing.assert_allclose(found, by_hand(*values), rtol=2e-6)
+    wanted = nll, sum(normaliser[place] ** 2 for place in places), len(places)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

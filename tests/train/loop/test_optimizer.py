@@ -47,20 +47,6 @@ PLAIN = {"learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0, "clip_
 MATRICES = {"a": ("embed", "mlp"), "b": ("embed", "mlp")}
 
 
-def test_factors_multiply_the_rate_of_the_parameters_that_they_name():
-    """With a constant gradient, an update of AdamW is the rate times the sum of the gradient's sign and the decay."""
-    gradients = {"a": np.full((2, 3), 0.3), "b": np.full((2, 3), -0.2)}
-    config = TrainConfig(**PLAIN, weight_decay=0.2, learning_rate_factors={"a": 0.5, "[ab]": 0.25})
-    found, _ = updated(config, MATRICES, [gradients, gradients])
-    for name, rate, sign in (("a", 0.1 * 0.5 * 0.25, 1), ("b", 0.1 * 0.25, -1)):
-        expected = 1.0
-        for _ in range(2):
-            expected -= rate * (sign + 0.2 * expected)
-        np.testing.assert_allclose(found[name], expected, rtol=1e-5)
-    unknown = TrainConfig(learning_rate_factors={"c": 2.0})
-    refused("train.learning_rate_factors", lambda: make_optimizer(unknown, MATRICES))
-
-
 def test_gradients_are_clipped_to_their_global_norm():
     """The first moments of AdamW are then ``(1 - beta1)`` times gradients with a norm of 1."""
     gradients = {"a": np.full((3, 2), 100.0), "b": np.full((3, 8), 100.0)}
@@ -167,19 +153,21 @@ def test_every_optimizer_decays_matrices_only(model):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_factors_and_frozen_parameters_of_every_optimizer(optimizer):
-    """A factor halves an update; a frozen parameter neither moves nor decays, and has no moments."""
+    """Factors are multiplied; a frozen parameter neither moves nor decays, and has no moments."""
     gradients = random_gradients(1)
     plain = {**PLAIN, "optimizer": optimizer}
     whole, _ = updated(TrainConfig(**plain), AXES, gradients)
-    halved, _ = updated(TrainConfig(**plain, learning_rate_factors={"[!u]*": 0.5}), AXES, gradients)
+    factored, _ = updated(TrainConfig(**plain, learning_rate_factors={"*": 2.0, "[!u]*": 0.25}), AXES, gradients)
     frozen, state = updated(
         TrainConfig(**plain, trainable=["up", "gain"], learning_rate_factors={"*": 0.5}), AXES, gradients
     )
     for name in SHAPES:
-        factor = 1.0 if name == "up" else 0.5
-        np.testing.assert_allclose(halved[name] - 1, factor * (whole[name] - 1), rtol=1e-4, atol=1e-6)
+        factor = 2.0 if name == "up" else 0.5
+        np.testing.assert_allclose(factored[name] - 1, factor * (whole[name] - 1), rtol=1e-4, atol=1e-6)
         assert (name in ("up", "gain")) == bool((frozen[name] != 1).any())
     assert {leaf.shape for leaf in jax.tree.leaves(state)} <= {(), (1,), SHAPES["up"], SHAPES["gain"]}
+    unknown = TrainConfig(**plain, learning_rate_factors={"c": 2.0})
+    refused("train.learning_rate_factors", lambda: make_optimizer(unknown, AXES))
 
 
 def test_updates_of_adafactor_are_clipped_to_the_size_of_their_parameter():

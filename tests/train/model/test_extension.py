@@ -123,6 +123,8 @@ def test_layers_with_a_window_are_skipped():
     assert [each.mask.size for each in windows] == [512, OWN, 512, OWN]
     assert continued(scheme, {"layers": "local", **YARN}, OWN, 2 * OWN)["layers"] == "local"
     assert continued(LOCAL, {}, OWN, 2 * OWN) == {}
+    as_long_as_the_model = ROPE.replace(mask={"name": "window", "size": OWN})
+    assert isinstance(extended(as_long_as_the_model, 2 * OWN).features.frequencies, rotary.YaRN)
 
 
 @pytest.mark.parametrize(

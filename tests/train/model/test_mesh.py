@@ -47,6 +47,13 @@ def test_slices_lie_along_replicas(replica):
     )
 
 
+def test_neighbours_in_a_mesh_of_one_slice_are_neighbours_on_its_links():
+    chips = [Chip(id=4 * y + x, coords=(x, y, 0), process_index=0) for x, y in itertools.product(range(4), range(2))]
+    mesh = make_mesh(MeshConfig(data=4, tensor=2), rows=4, devices=chips)
+    places = np.array([chip.coords for chip in mesh.devices.flat]).reshape(4, 2, 3)
+    assert (np.abs(np.diff(places, axis=1)).sum(-1) == 1).all()
+
+
 @pytest.mark.parametrize(
     ("named", "sizes", "rows"),
     [
@@ -56,11 +63,9 @@ def test_slices_lie_along_replicas(replica):
         ("train.mesh.data=6", {}, 6),
         ("train.mesh.context=2", {}, 4),
         ("12 rows", {"data": 2, "fsdp": 2}, 9),
+        ("train.mesh.replica", {}, 16),  # over two slices
     ],
 )
 def test_impossible_sizes_are_refused(named, sizes, rows):
-    refused(named, lambda: make_mesh(MeshConfig(**sizes), rows))
-
-
-def test_a_mesh_spans_all_slices():
-    refused("train.mesh.replica", lambda: make_mesh(MeshConfig(data=-1), rows=16, devices=CHIPS))
+    devices = CHIPS if named == "train.mesh.replica" else None
+    refused(named, lambda: make_mesh(MeshConfig(**sizes), rows, devices))
