@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from refusals import refused
 
 from train.checkpoint import integrity
-from train.checkpoint.manager import Checkpoint, Checkpoints
+from train.checkpoint.manager import Checkpoint, Checkpoints, kept_steps
 from train.checkpoint.reading import damages
 from train.checkpoint.restore import restore_model
 from train.cli import main
@@ -283,6 +283,10 @@ def test_the_newest_and_the_last_of_each_finished_stage_are_kept_also_after_a_re
                 checkpoints.save(step, stage, state(step), None)
     assert names(tmp_path) == kept
     assert restored(tmp_path)[0] == Checkpoint(21, 2, None)
+
+
+def test_while_a_checkpoint_is_written_the_one_before_it_stays():
+    assert kept_steps({3: 0, 6: 0, 9: 0}, 1, saving=9) == {6, 9}
 
 
 def test_a_step_is_saved_once(copy):

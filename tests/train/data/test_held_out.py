@@ -60,6 +60,13 @@ def test_the_lowest_hashes_are_held_out_up_to_a_number_of_tokens(monkeypatch, to
     assert 0 < total <= tokens
 
 
+def test_of_equal_hashes_all_or_none_and_the_bound_itself_is_allowed():
+    hashes = np.array([5, 9, 9, 9, 2**47], np.uint64)
+    for tokens, out in [(10, 1), (19, 1), (40, 4)]:
+        (mask,) = masks_of([(hashes, np.full(5, 10))], SHARE, tokens)
+        assert mask.sum() == out
+
+
 def test_at_least_one_document_is_held_out_and_one_of_each_part_is_trained_on():
     parts = parts_of(1, 40, 30)
     masks = masks_of(parts, SHARE, 1)
