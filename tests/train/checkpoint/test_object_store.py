@@ -34,19 +34,12 @@ def test_a_run_in_an_object_store_resumes_from_the_newest_whole_checkpoint(tmp_p
     (tmp_path / "text").mkdir()
     for number in range(4):
         (tmp_path / "text" / f"{number}.txt").write_text(f"the {number}th of the texts, not the longest of them. " * 8)
+    saving = {"checkpoint_every": 2, "keep": 3, "log_every": 1}
     config = {
         "output": "gs://bucket/runs",
         "data": {"source": "files", "paths": [f"{tmp_path}/text/*.txt"], "cache": str(tmp_path / "tokens")},
         "model": {"num_layers": 1, "model_dim": 64, "num_heads": 2, "mlp_dim": 16},
-        "train": {
-            "length": 16,
-            "batch_tokens": 32,
-            "steps": 6,
-            "warmup_steps": 1,
-            "checkpoint_every": 2,
-            "keep": 3,
-            "log_every": 1,
-        },
+        "train": {"length": 16, "batch_tokens": 32, "steps": 6, "warmup_steps": 1, **saving},
         "monitor": {"tensorboard": False, "compilation_cache": str(tmp_path / "compiled")},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

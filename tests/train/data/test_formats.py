@@ -9,6 +9,7 @@ import re
 
 import fsspec
 import pytest
+from refusals import refused
 
 from train.config import DataConfig
 from train.data.sources import all_documents
@@ -28,17 +29,17 @@ def jsonl(texts=TEXTS, key="text"):
     return "".join(json.dumps({"id": index, key: text}) + "\n" for index, text in enumerate(texts)).encode()
 
 
-def column(texts, kind=None):
+def column(texts):
     """A column of texts; bytes are not checked to be UTF-8, as by writers that do not check them."""
     pyarrow = pytest.importorskip("pyarrow")
-    if kind is None and any(isinstance(text, bytes) for text in texts):
-        return pyarrow.array([text and bytes(text) for text in texts], pyarrow.binary()).view(pyarrow.string())
-    return pyarrow.array(texts, kind and getattr(pyarrow, kind)())
+    if any(isinstance(text, bytes) for text in texts):
+        return pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
+    return pyarrow.array(texts)
 
 
-def write_parquet(path, texts=TEXTS, kind=None):
+def write_parquet(path, texts=TEXTS):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.table({"id": range(len(texts)), "text": column(texts, kind)})
+    table = pyarrow.table({"id": range(len(texts)), "text": column(texts)})
     parquet.write_table(table, path, row_group_size=2)
 
 
@@ -83,38 +84,22 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_document_is_a_line_row_or_record(tmp_path, name):
+def test_a_document_is_a_line_row_or_record_on_disk_and_at_a_url(tmp_path, name):
     WRITERS[name](tmp_path / name)
-    assert found(from_files(tmp_path / name)) == {f"{name}:{n}": text for n, text in enumerate(TEXTS, start=1)}
+    wanted = {f"{name}:{n}": text for n, text in enumerate(TEXTS, start=1)}
+    fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/{name}", (tmp_path / name).read_bytes())
+    assert found(from_files(tmp_path / name)) == found(from_files(f"memory://{tmp_path.name}/{name}")) == wanted
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.py", "a.txt.gz", "a.txt.zst"])
-def test_a_document_is_a_whole_file(tmp_path, name):
+@pytest.mark.parametrize("name", ["a.py", "a.txt.gz", "a.txt.zst"])
+def test_a_document_is_a_whole_file_without_its_byte_order_mark(tmp_path, name):
     text = "one\ntwo\n"
+    content = b"\xef\xbb\xbf" + text.encode()
     if name.endswith(".zst"):
-        write_zst(tmp_path / name, text.encode())
+        write_zst(tmp_path / name, content)
     else:
-        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert found(from_files(tmp_path / name)) == {name: text}
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_urls_name_the_same_documents_as_folders(tmp_path, name):
-    folder = tmp_path / "shelf"
-    folder.mkdir()
-    WRITERS[name](folder / name)
-    system = fsspec.filesystem("memory")
-    system.pipe_file(f"/{tmp_path.name}/shelf/{name}", (folder / name).read_bytes())
-    on_disk = found(from_files(tmp_path / "*" / name))
-    assert f"shelf/{name}:1" in on_disk
-    assert found(from_files(f"memory://{tmp_path.name}/*/{name}")) == on_disk
-
-
-@pytest.mark.parametrize("kind", ["large_string", "binary"])
-def test_parquet_columns_of_other_types_of_text(tmp_path, kind):
-    texts = [text.encode() for text in TEXTS] if kind == "binary" else TEXTS
-    write_parquet(tmp_path / "a.parquet", texts, kind)
-    assert list(found(from_files(tmp_path / "a.parquet")).values()) == TEXTS
 
 
 def test_folders_of_hugging_face_datasets(tmp_path):
@@ -122,14 +107,11 @@ def test_folders_of_hugging_face_datasets(tmp_path):
     write_dataset(tmp_path / "sets" / "validation", [["never read"]])
     names = [f"train/data-0000{part}-of-00002.arrow:{row}" for part, row in ((0, 1), (0, 2), (0, 3), (1, 1))]
     assert found(from_files(tmp_path / "sets" / "train")) == dict(zip(names, TEXTS, strict=True))
-    with pytest.raises(FileNotFoundError, match=r"it holds several datasets, so name one, as .*/sets/train"):
-        all_documents(from_files(tmp_path / "sets"))
+    refused("train", lambda: all_documents(from_files(tmp_path / "sets")), FileNotFoundError)
     write_dataset(tmp_path / "some", [TEXTS], _indices_data_files=[{"filename": "indices.arrow"}])
-    with pytest.raises(ValueError, match=r"has selected rows; call flatten_indices\(\) and save it again"):
-        all_documents(from_files(tmp_path / "some"))
+    refused("flatten_indices", lambda: all_documents(from_files(tmp_path / "some")))
     (tmp_path / "some" / "state.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"some/state.json was not written by Hugging Face datasets"):
-        all_documents(from_files(tmp_path / "some"))
+    refused("state.json", lambda: all_documents(from_files(tmp_path / "some")))
 
 
 def overwritten(parquet):
@@ -140,28 +122,22 @@ def overwritten(parquet):
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n".encode()
 DAMAGE = {
-    "cut.jsonl.gz": ("a.jsonl.gz", lambda content: content[:-20], r"ended before the end-of-stream|CRC"),
-    "no.jsonl.gz": ("a.jsonl", lambda content: content, r"[Nn]ot a gzipped file"),
-    "cut.jsonl.zst": ("a.jsonl.zst", lambda content: content[:-9], "the file ends inside a compressed frame"),
-    "no.jsonl.zst": ("a.jsonl", lambda content: content, "[Uu]nknown frame descriptor"),
-    "utf16.jsonl": ("a.jsonl", lambda content: content.decode().encode("utf-16"), "UTF-16, not UTF-8"),
-    "pointer.jsonl": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
-    "pointer.txt": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
-    "pointer.jsonl.zst": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
-    "pointer.parquet": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
-    "pointer.array_record": ("a.jsonl", lambda _: POINTER, "git lfs pull"),
-    "cut.parquet": ("a.parquet", lambda content: content[:-40], "Parquet magic bytes not found"),
-    "page.parquet": ("a.parquet", overwritten, ""),
-    "cut.arrow": ("a.arrow", lambda content: content[:-2900], ""),
-    "no.arrow": ("a.jsonl", lambda content: content, ""),
-    "cut.array_record": ("a.array_record", lambda content: content[:-100], "Corrupted"),
-    "short.array_record": ("a.array_record", lambda content: content[:50], "at least 64KB"),
+    "cut.jsonl.gz": ("a.jsonl.gz", lambda content: content[:-20]),
+    "cut.jsonl.zst": ("a.jsonl.zst", lambda content: content[:-9]),
+    "utf16.jsonl": ("a.jsonl", lambda content: content.decode().encode("utf-16")),
+    "pointer.jsonl": ("a.jsonl", lambda _: POINTER),
+    "pointer.txt": ("a.jsonl", lambda _: POINTER),
+    "cut.parquet": ("a.parquet", lambda content: content[:-40]),
+    "page.parquet": ("a.parquet", overwritten),
+    "cut.arrow": ("a.arrow", lambda content: content[:-2900]),
+    "cut.array_record": ("a.array_record", lambda content: content[:-100]),
+    "short.array_record": ("a.array_record", lambda content: content[:50]),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_files_are_named_counted_and_left_out(tmp_path, name):
-    source, damage, reason = DAMAGE[name]
+    source, damage = DAMAGE[name]
     WRITERS[source](tmp_path / source)
     (tmp_path / name).write_bytes(damage((tmp_path / source).read_bytes()))
     (tmp_path / "good.txt").write_text("good")
@@ -170,11 +146,11 @@ def test_damaged_files_are_named_counted_and_left_out(tmp_path, name):
     (line,) = lines
     assert line.startswith(f"data: 1 of 2 files are damaged and left out: {tmp_path / name} (")
     assert "\n" not in line
-    with pytest.raises(ValueError, match=rf"none of the files can be read, 1 in all: .*{name} \(.*{reason}"):
-        all_documents(from_files(tmp_path / name))
+    assert ("git lfs pull" in line) == ("pointer" in name)
+    refused(name, lambda: all_documents(from_files(tmp_path / name)))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.txt", "a.parquet"])
 def test_a_failing_disk_is_not_a_damaged_file(tmp_path, monkeypatch, name):
     class Failing(io.BytesIO):
         def read(self, *_):
@@ -185,26 +161,6 @@ def test_a_failing_disk_is_not_a_damaged_file(tmp_path, monkeypatch, name):
     monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.open", lambda *_, **__: Failing(bytes(100)))
     with pytest.raises(OSError, match="Input/output error"):
         all_documents(from_files(tmp_path / name))
-
-
-def test_only_the_first_damaged_files_are_named(tmp_path):
-    for number in range(8):
-        (tmp_path / f"{number}.jsonl").write_bytes(POINTER)
-    (tmp_path / "good.txt").write_text("good")
-    lines = []
-    found(from_files(tmp_path / "*.jsonl", tmp_path / "good.txt"), lines.append)
-    (line,) = lines
-    assert line.startswith("data: 8 of 9 files")
-    assert line.count(".jsonl") == 5
-    assert line.endswith(", and 3 more")
-
-
-def test_columns_and_records_without_text_are_named(tmp_path):
-    write_parquet(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"row 1: no text under 'texts', found keys \['id', 'text'\]; did you mean"):
-        all_documents(from_files(tmp_path / "a.parquet", text_key="texts"))
-    with pytest.raises(ValueError, match=r"row 1: no text under 'id', found a value of type int"):
-        all_documents(from_files(tmp_path / "a.parquet", text_key="id"))
 
 
 GOOD = [f"text {number}" for number in range(50)]
@@ -218,20 +174,16 @@ def write_bad_lines(path):
 
 WITH_BAD_ROWS = [text.encode() for text in GOOD[:7]] + [None, b"\xff\xfe"] + [text.encode() for text in GOOD[7:]]
 WITH_BAD_RECORDS = {
-    "a.jsonl": (write_bad_lines, 7, "line 8: not valid JSON.*; line 9: no text.*; line 10: no text.*; and 4 more"),
-    "a.parquet": (lambda path: write_parquet(path, WITH_BAD_ROWS), 2, "row 8: no text .*null; row 9: not valid UTF-8"),
-    "a.arrow": (lambda path: write_arrow(path, WITH_BAD_ROWS), 2, "row 8: no text .*null; row 9: not valid UTF-8"),
-    "a.array_record": (
-        lambda path: write_records(path, [text for text in WITH_BAD_ROWS if text]),
-        1,
-        "record 8: not valid UTF-8",
-    ),
+    "a.jsonl": (write_bad_lines, 7),
+    "a.parquet": (lambda path: write_parquet(path, WITH_BAD_ROWS), 2),
+    "a.arrow": (lambda path: write_arrow(path, WITH_BAD_ROWS), 2),
+    "a.array_record": (lambda path: write_records(path, [text for text in WITH_BAD_ROWS if text]), 1),
 }
 
 
 @pytest.mark.parametrize("name", WITH_BAD_RECORDS)
 def test_bad_records_are_named_counted_and_left_out(tmp_path, name):
-    write, bad, reasons = WITH_BAD_RECORDS[name]
+    write, bad = WITH_BAD_RECORDS[name]
     write(tmp_path / name)
     lines = []
     documents = found(from_files(tmp_path / name, bad_records=0.13), lines.append)
@@ -239,51 +191,8 @@ def test_bad_records_are_named_counted_and_left_out(tmp_path, name):
     assert documents == {f"{name}:{number}": text for number, text in zip(numbers, GOOD, strict=True)}
     counts, places = lines
     assert counts == f"data: {bad} of {50 + bad} records, in 1 of 1 files, are bad and left out"
-    assert re.fullmatch(rf"data: .*/{name}: {bad} bad: {reasons}.*", places)
-    with pytest.raises(
-        ValueError, match=rf"{bad} of {50 + bad} records.*data.bad_records=0.01 .*{name} \({reasons[:7]}"
-    ):
-        all_documents(from_files(tmp_path / name))
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.py", "a.jsonl", "a.jsonl.gz"])
-def test_a_byte_order_mark_is_not_text(tmp_path, name):
-    content = jsonl(["text"]) if "jsonl" in name else b"text"
-    (tmp_path / "plain").mkdir()
-    for path, mark in ((tmp_path / "plain" / name, b""), (tmp_path / name, b"\xef\xbb\xbf")):
-        path.write_bytes(gzip.compress(mark + content) if name.endswith(".gz") else mark + content)
-    assert list(found(from_files(tmp_path / name)).values()) == ["text"]
-    assert found(from_files(tmp_path / name)) == found(from_files(tmp_path / "plain" / name))
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "package"),
-    [
-        ("a.parquet", "pyarrow.parquet", "pyarrow"),
-        ("a.arrow", "pyarrow.ipc", "pyarrow"),
-        ("a.jsonl.zst", "zstandard", "zstandard"),
-        ("a.array_record", "array_record.python.array_record_module", "array_record"),
-    ],
-)
-def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatch, name, module, package):
-    WRITERS[name](tmp_path / name)
-    monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(ValueError, match=rf"needs {package}, not installed here: pip install 'posjax\[data\]'$"):
-        all_documents(from_files(tmp_path / name))
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("nowhere://bucket/a.txt", r"data.paths: cannot open 'nowhere://bucket/a.txt': Protocol not known: nowhere"),
-        ("memory://none/*.txt", r"data.paths: no file matches 'memory://none/\*.txt'"),
-        ("s3://bucket/a.txt", r"data.paths: 's3://bucket/a.txt' needs a package that is not installed \(Install s3fs"),
-    ],
-)
-def test_urls_that_lead_nowhere(path, message, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        all_documents(from_files(path))
+    assert re.fullmatch(rf"data: .*/{name}: {bad} bad: (line|row|record) 8: .*", places)
+    refused("data.bad_records=0.01", lambda: all_documents(from_files(tmp_path / name)))
 
 
 def test_links_are_followed_and_may_lead_nowhere(tmp_path):

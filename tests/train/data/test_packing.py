@@ -3,16 +3,15 @@
 import dataclasses
 import itertools
 import tracemalloc
-from types import SimpleNamespace
 
 import chex
 import numpy as np
 import pytest
-from documents import collect, encode, pack
+from documents import EOS, collect, encode, pack
 
 from train.data import index
 from train.data.packing import pack_corpora
-from train.data.pipeline import batches, mix
+from train.data.pipeline import batches
 from train.data.tokenizer import PADDING
 
 
@@ -53,9 +52,12 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("length", [2, 5, 16, 29])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+CASES = [("few", 2), ("few", 16), ("many", 5), ("many", 29), ("equal", 16), ("edges", 1), ("edges", 2), ("edges", 16)]
+
+
+@pytest.mark.parametrize(("sizes", "length"), CASES[:5] + CASES[6:])
 def test_best_fit_follows_its_rule(sizes, length):
+    sizes = SIZES[sizes]
     batch = everything(pack(documents_of(sizes), length, "best-fit"))
     found = []
     for segments in batch.segment_ids:
@@ -68,10 +70,9 @@ def test_best_fit_follows_its_rule(sizes, length):
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
-@pytest.mark.parametrize("length", [1, 2, 5, 16, 29])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("sizes", "length"), CASES)
 def test_each_token_but_the_first_of_a_document_is_predicted_once(sizes, length, packing):
-    documents = documents_of(sizes)
+    documents = documents_of(SIZES[sizes])
     rows = pack(documents, length, packing)
     batch = everything(rows)
     chex.assert_shape(batch, (len(rows), length))
@@ -87,33 +88,28 @@ def test_a_stream_takes_no_row_in_which_nothing_is_predicted(tokens, rows):
     assert (everything(packed).labels >= 0).any(axis=1).all()
 
 
+def test_segments_and_positions_of_a_row_by_hand():
+    rows = pack([encode(text) for text in (b"abc", b"defghij", b"k", b"lmnopqrstu")], 6)
+    batch = rows.batch(np.array([0, 1, 4]))  # documents of 5, 9, 3 and 12 tokens: 29 in all
+    np.testing.assert_array_equal(batch.segment_ids[0], [0, 0, 0, 0, 0, 1])
+    np.testing.assert_array_equal(batch.positions[0], [0, 1, 2, 3, 4, 0])
+    np.testing.assert_array_equal(batch.labels[0], [*b"abc", EOS, -1, ord("d")])
+    np.testing.assert_array_equal(batch.segment_ids[1], [0] * 6)
+    np.testing.assert_array_equal(batch.positions[1], range(6))
+    np.testing.assert_array_equal(batch.tokens[2], [*b"rstu", EOS, PADDING])
+    np.testing.assert_array_equal(batch.segment_ids[2], [0, 0, 0, 0, 0, -1])
+    np.testing.assert_array_equal(batch.labels[2], [*b"stu", EOS, -1, -1])
+
+
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 def test_positions_restart_and_padding_is_marked(packing):
     batch = everything(pack(documents_of(SIZES["many"]), 16, packing))
-    for tokens, positions, segments, labels in zip(*batch, strict=True):
-        for column in range(16):
-            same = column > 0 and segments[column] == segments[column - 1] >= 0
-            assert positions[column] == (positions[column - 1] + 1 if same else 0)
-        padding = segments < 0
-        assert (tokens[padding] == PADDING).all()
-        assert (labels[padding] == -1).all()
-        assert (tokens[~padding] != PADDING).all()
-        inside = np.flatnonzero((segments[1:] == segments[:-1]) & ~padding[1:])
-        np.testing.assert_array_equal(labels[inside], tokens[inside + 1])
-
-
-@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
-def test_rows_by_number_are_those_of_the_whole(packing):
-    rows = pack(documents_of(SIZES["many"]), 7, packing)
-    whole = everything(rows)
-    some = np.random.default_rng(0).permutation(len(rows))[:20]
-    chex.assert_trees_all_equal(rows.batch(some), type(whole)(*(part[some] for part in whole)))
-
-
-def test_a_document_of_one_row_and_one_token_needs_no_second_row():
-    rows = pack([np.arange(9)], 8, "best-fit")
-    assert len(rows) == 1
-    np.testing.assert_array_equal(everything(rows).labels, [range(1, 9)])
+    same = (batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]) & (batch.segment_ids[:, 1:] >= 0)
+    np.testing.assert_array_equal(batch.positions[:, 1:], np.where(same, batch.positions[:, :-1] + 1, 0))
+    np.testing.assert_array_equal(batch.labels[:, :-1][same], batch.tokens[:, 1:][same])
+    padding = batch.segment_ids < 0
+    np.testing.assert_array_equal(batch.tokens == PADDING, padding)
+    assert (batch.labels[padding] == -1).all()
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
@@ -134,8 +130,10 @@ def part_of(value, documents, size):
     return collect([np.full(size, value, np.uint16) for _ in range(documents)])
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
-@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (5.0, 3.0, 2.0), (0.9, 0.05, 0.05)])
+@pytest.mark.parametrize(
+    ("packing", "weights"),
+    [("concatenate", (5.0, 3.0, 2.0)), ("best-fit", (1.0, 1.0, 1.0)), ("best-fit", (0.9, 0.05, 0.05))],
+)
 def test_mixtures_give_each_part_its_share_of_tokens(packing, weights):
     # Rows of the second part are three quarters full when packed best-fit, so it needs more of them.
     corpora = [part_of(300, 4000, 16), part_of(301, 4000, 12), part_of(302, 400, 160)]
@@ -160,19 +158,6 @@ def test_each_part_is_shuffled_on_its_own_and_repeats_when_it_is_used_up():
     assert not any((one + 50 == other).all() for one in often for other in seldom)
 
 
-def test_mixture_counts_are_as_its_docstring_says():
-    shares = np.array([0.5, 0.3, 0.15, 0.05])
-    mixture = mix(shares.tolist())
-    owners, ranks = zip(*(mixture(number) for number in range(3 * 2**14)), strict=True)
-    owners = np.array(owners)
-    for owner, share in enumerate(shares):
-        mine = np.flatnonzero(owners == owner)
-        assert np.array(ranks)[mine].tolist() == list(range(len(mine)))
-        ahead = (np.arange(len(mine)) + 0.5) - mine * share
-        assert np.abs(ahead).max() < 3
-    assert mix([1.0])(123456) == (0, 123456)
-
-
 def test_mixtures_resume_and_are_shared_by_processes():
     corpora = [part_of(300, 40, 16), collect([encode(bytes(range(65, 90)))] * 9)]
     rows = pack_corpora(corpora, [1.0, 2.0], 8, "best-fit", PADDING)
@@ -181,64 +166,22 @@ def test_mixtures_resume_and_are_shared_by_processes():
         next(stream)
     state = stream.get_state()
     rest = [next(stream) for _ in range(5)]
-    for part in (slice(None), slice(0, 2), slice(3, 4)):
+    for part in (slice(None), slice(3, 4)):
         fresh = batches(rows, 4, 1, part)
         fresh.set_state(state)
         for batch in rest:
             chex.assert_trees_all_equal(next(fresh), type(batch)(*(field[part] for field in batch)))
 
 
-def test_resuming_reads_no_row_before_its_place():
-    rows, asked = pack(documents_of(SIZES["many"]), 7), []
-    recorded = SimpleNamespace(
-        parts=rows.parts,
-        starts=rows.starts,
-        batch=lambda numbers: asked.append(numbers.tolist()) or rows.batch(numbers),
-    )
-    stream = batches(rows, 4, seed=1)
-    for _ in range(50):
-        next(stream)
-    fresh = batches(recorded, 4, seed=1)
-    fresh.set_state(stream.get_state())
-    batch = next(fresh)
-    chex.assert_trees_all_equal(rows.batch(np.array(asked[0])), batch)
-    assert len(asked) < 12  # the first batch, and those that are prefetched
-
-
-def test_digest_depends_on_parts_and_weights():
-    def digest(weights, value=300):
-        return pack_corpora([part_of(value, 4, 16), part_of(301, 4, 12)], weights, 8, "best-fit", PADDING).digest()
-
-    assert digest([1.0, 2.0]) == digest([1.0, 2.0])
-    assert len({digest([1.0, 2.0]), digest([2.0, 1.0]), digest([1.0, 2.0], 305)}) == 3
-
-
-def test_parts_that_cannot_be_mixed():
-    with pytest.raises(ValueError, match=r"data.mixture\[1\].weight is too small"):
-        mix([1.0, 1e-6])
-    corpora = [part_of(300, 4, 16), part_of(301, 1, 8)]
-    with pytest.raises(ValueError, match=r"part 1 of the mixture has 8 tokens, too few for one row of train.length=8"):
-        pack_corpora(corpora, [1.0, 1.0], 8, "best-fit", PADDING)
-
-
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of three documents, looked through two at a time."""
-    monkeypatch.setattr(index, "BLOCK", 3)
-    monkeypatch.setattr(index, "_RUN", 2)
+    """A function that makes an index have blocks of three documents, looked through two at a time."""
 
+    def change():
+        monkeypatch.setattr(index, "BLOCK", 3)
+        monkeypatch.setattr(index, "_RUN", 2)
 
-@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
-@pytest.mark.parametrize("length", [2, 16, 300])
-def test_the_block_size_of_the_index_changes_no_row(request, packing, length):
-    whole = pack(documents_of(SIZES["many"]), length, packing)
-    expected, digest = everything(whole), whole.digest()
-    request.getfixturevalue("small_blocks")
-    blocks = pack(documents_of(SIZES["many"]), length, packing)
-    chex.assert_trees_all_equal(everything(blocks), expected)
-    some = np.random.default_rng(0).permutation(len(blocks))[:9]
-    chex.assert_trees_all_equal(blocks.batch(some), type(expected)(*(part[some] for part in expected)))
-    assert blocks.digest() == digest
+    return change
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
@@ -249,33 +192,14 @@ def test_chosen_documents_are_packed_as_if_there_were_no_others(small_blocks, pa
     documents = documents_of(SIZES["many"])
     hashes = np.random.default_rng(2).integers(0, 2**48, len(documents)).astype(np.uint64)
     hashes[100:150] = index.GONE  # whole blocks of documents of a damaged file
-    corpus = collect(documents)
-    corpus = dataclasses.replace(corpus, index=index.Index(corpus.index.sizes, hashes))
     mask = chosen(np.arange(len(documents)), hashes)
     alone = pack([document for document, there in zip(documents, mask, strict=True) if there], 16, packing)
+    expected = everything(alone)
+    small_blocks()
+    corpus = collect(documents)
+    corpus = dataclasses.replace(corpus, index=index.Index(corpus.index.sizes, hashes))
     found = pack_corpora([corpus.select(chosen)], [1.0], 16, packing, PADDING)
     assert (len(found), found.tokens) == (len(alone), alone.tokens)
-    chex.assert_trees_all_equal(everything(found), everything(alone))
-
-
-def test_large_corpora_are_packed_in_groups(small_blocks, monkeypatch):
-    sizes, length = SIZES["many"], 16
-    together = pack(documents_of(sizes), length, "best-fit")
-    monkeypatch.setattr("train.data.packing.GROUP_PIECES", 100)
-    rows = pack(documents_of(sizes), length, "best-fit")
-    found = [sorted(np.bincount(row[row >= 0]).tolist()) for row in everything(rows).segment_ids]
-    groups, pieces = [[]], 0
-    for first in range(0, len(sizes), 6):
-        if pieces >= 100:
-            groups, pieces = [*groups, []], 0
-        groups[-1] += sizes[first : first + 6]
-        pieces += sum(max(1, -(-(size - 1) // length)) for size in sizes[first : first + 6])
-    assert len(groups) > 2
-    for group in groups:
-        expected = naive_best_fit(group, length)
-        assert sorted(found[: len(expected)]) == expected
-        del found[: len(expected)]
-    assert not found
-    assert pairs(everything(rows)) == pairs(everything(together))
-    assert together.digest() == pack(documents_of(sizes), length).digest()  # as it was before there were groups
-    assert rows.digest() == f"{together.digest()}/{len(groups)}"
+    chex.assert_trees_all_equal(everything(found), expected)
+    some = np.random.default_rng(0).permutation(len(found))[:9]
+    chex.assert_trees_all_equal(found.batch(some), type(expected)(*(part[some] for part in expected)))

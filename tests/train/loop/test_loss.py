@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 
 from posjax.nn import DecoderConfig
 from train.loop.loss import token_losses
@@ -20,24 +21,20 @@ def values():
     return rng.normal(size=(*TOKENS, SIZE)), rng.normal(size=(SIZE, VOCABULARY)), labels
 
 
-def by_hand(hidden, head, labels):
-    """Sums of the negative log-likelihoods and of the squared log-normalisers, over the predicted tokens."""
-    logits = hidden @ head
-    normaliser = np.log(np.exp(logits).sum(-1))
-    places = [place for place in np.ndindex(TOKENS) if labels[place] >= 0]
-    nll = sum(normaliser[place] - logits[place][labels[place]] for place in places)
-    return nll, sum(normaliser[place] ** 2 for place in places), len(places)
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3, 12])
+@pytest.mark.parametrize("chunks", [1, 3, 12])
 def test_losses_are_sums_over_predicted_tokens(values, chunks):
+    """Of the negative log-likelihoods and of the squared log-normalisers."""
     hidden, head, labels = values
+    logits, places = hidden @ head, [place for place in np.ndindex(TOKENS) if labels[place] >= 0]
+    normaliser = np.log(np.exp(logits).sum(-1))
+    nll = sum(normaliser[place] - logits[place][labels[place]] for place in places)
     found = token_losses(jnp.float32(hidden), jnp.float32(head), jnp.asarray(labels), chunks)
     chex.assert_type(list(found), jnp.float32)
-    np.testing.assert_allclose(found, by_hand(*values), rtol=2e-6)
+    wanted = nll, sum(normaliser[place] ** 2 for place in places), len(places)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6)
 
 
-@pytest.mark.parametrize("chunks", [1, 3, 12])
+@pytest.mark.parametrize("chunks", [1, 3])
 def test_logits_too_large_for_an_exponential_have_a_finite_loss(chunks):
     """The logits are 0, 300 and -300, of which float32 has no ``exp``; the label is each of them in turn."""
     hidden, head = np.full((3, 1), 300.0, np.float32), np.array([[0, 1, -1] * 4], np.float32)
@@ -47,18 +44,19 @@ def test_logits_too_large_for_an_exponential_have_a_finite_loss(chunks):
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_biases_scales_and_soft_caps_of_logits(values, chunks):
+def test_losses_and_gradients_with_biases_scales_and_soft_caps_of_logits(values, chunks):
     hidden, head, labels = values
     rng, config = np.random.default_rng(1), DecoderConfig(VOCABULARY, 1, SIZE, 1, logit_scale=0.7, logit_softcap=1.5)
     bias, step = rng.normal(size=VOCABULARY), 1e-6
 
     def exact(hidden, head, bias):
         logits = 1.5 * np.tanh(0.7 * (hidden @ head + bias) / 1.5)
-        normaliser, places = np.log(np.exp(logits).sum(-1)), np.argwhere(labels >= 0)
-        return sum(normaliser[tuple(p)] - logits[tuple(p)][labels[tuple(p)]] for p in places)
+        normaliser, places = np.log(np.exp(logits).sum(-1)), map(tuple, np.argwhere(labels >= 0))
+        return sum(normaliser[p] - logits[p][labels[p]] + 0.3 * normaliser[p] ** 2 for p in places)
 
     def ours(hidden, head, bias):
-        return token_losses(hidden, head, jnp.asarray(labels), chunks, bias, config.finish_logits).nll
+        losses = token_losses(hidden, head, jnp.asarray(labels), chunks, bias, config.finish_logits)
+        return losses.nll + 0.3 * losses.z
 
     given = (hidden, head, bias)
     found, gradients = jax.value_and_grad(ours, (0, 1, 2))(*map(jnp.float32, given))
@@ -71,29 +69,6 @@ def test_biases_scales_and_soft_caps_of_logits(values, chunks):
             ends.append(exact(*moved))
         wanted = (ends[0] - ends[1]) / (2 * step)
         np.testing.assert_allclose(gradients[argument][place], wanted, rtol=2e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_gradients_are_those_of_finite_differences(values, chunks):
-    hidden, head, labels = values
-
-    def objective(hidden, head, total=token_losses):
-        nll, z, count = total(hidden, head, labels)
-        return (nll + 0.3 * z) / count
-
-    found = jax.grad(objective, (0, 1))(
-        jnp.float32(hidden), jnp.float32(head), lambda *given: token_losses(*given[:2], jnp.asarray(labels), chunks)
-    )
-    step = 1e-6
-    for argument, gradient in enumerate(found):
-        chex.assert_shape(gradient, values[argument].shape)
-        for place in [(0, 1, 2), (0, 0, 1), (1, 2, 3)] if argument == 0 else [(0, 0), (3, 11), (2, 7)]:
-            ends = []
-            for sign in (1, -1):
-                moved = [hidden.copy(), head.copy()]
-                moved[argument][place] += sign * step
-                ends.append(objective(*moved, by_hand))
-            np.testing.assert_allclose(gradient[place], (ends[0] - ends[1]) / (2 * step), rtol=2e-4, atol=2e-6)
 
 
 def test_no_logits_of_all_tokens_are_kept():
@@ -116,5 +91,4 @@ def test_no_logits_of_all_tokens_are_kept():
 
 def test_chunks_that_do_not_divide_the_vocabulary_are_refused(values):
     hidden, head, labels = values
-    with pytest.raises(ValueError, match="must divide the vocabulary of 12 tokens, found 5; 4 would work"):
-        token_losses(jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels), 5)
+    refused("train.loss_chunks", lambda: token_losses(jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels), 5))

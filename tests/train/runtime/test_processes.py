@@ -2,17 +2,13 @@
 
 import json
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import yaml
-from object_store import of_the_store, serving
-from processes import TIMEOUT, Processes
-
-from train.checkpoint import integrity
+from processes import Processes
 
 STEPS = 28
 LOST = "another process ended or cannot be reached; start all of them again to resume"
@@ -58,24 +54,6 @@ def checkpoints(directory: Path) -> set[str]:
     return {place.name for place in directory.glob("checkpoints/*")}
 
 
-def newest_checkpoint(directory: Path) -> int:
-    return max(int(name) for name in checkpoints(directory) if name.isdigit())
-
-
-def newest_sealed(directory: Path) -> int:
-    """The newest checkpoint that all processes have sealed; a kill during a save may leave a newer one."""
-
-    def is_sealed(place):
-        try:
-            return bool(integrity.read_seal(place))
-        except integrity.Unfinished:
-            return False
-
-    return max(
-        int(place.name) for place in directory.glob("checkpoints/*") if place.name.isdigit() and is_sealed(place)
-    )
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
     """The metrics of an uninterrupted run of two processes with two devices each."""
@@ -87,145 +65,50 @@ def uninterrupted(folder):
     return found
 
 
-def kill_all_in_a_save(run, _):
-    before = checkpoints(run.directory)
-    run.wait_until(lambda: any("tmp" in name for name in checkpoints(run.directory) - before))
-    run.send(signal.SIGKILL, *run.all)
-    run.end(*(-9 for _ in run.all))
-
-
-def kill_one(victim):
-    def kill(run, draw):
-        target = last_step(run.directory) + draw.randint(2, 6)
-        run.wait_until(lambda: last_step(run.directory) >= target)
-        run.send(signal.SIGKILL, victim)
-        run.end(*((-9, None) if victim == 0 else (None, -9)))
-        errors = run.errors(1 - victim)
-        by_jax = victim == 0 and "JAX distributed service detected fatal errors" in run.printed(1)
-        assert len(errors) == 1 or (by_jax and not errors)
-        assert all(line.startswith(f"error: process {1 - victim} of 2: {LOST}") for line in errors)
-
-    return kill
-
-
-def ask(*asked):
-    def stop(run, draw):
-        target = last_step(run.directory) + draw.randint(2, 6)
-        run.wait_until(lambda: last_step(run.directory) >= target)
-        run.send(signal.SIGTERM, *asked)
-        run.send(signal.SIGSTOP, 0)  # jax checks for the signal once a second; so small a run might end before
-        time.sleep(1.5)
-        run.send(signal.SIGCONT, 0)
-        run.end(*(130 for _ in run.all))
-        newest = newest_checkpoint(run.directory)
-        assert newest >= target
-        assert f"stopped after {newest} of {STEPS} steps; the same command resumes" in run.printed(0)
-
-    return stop
-
-
-def damage_the_newest(directory):
-    """Flips bits in the parameters that only process 1 reads; returns the step."""
-    newest = directory / "checkpoints" / str(newest_sealed(directory))
-    place = max(newest.glob("parameters/ocdbt.process_1/d/*"), key=lambda place: place.stat().st_size)
-    content = bytearray(place.read_bytes())
-    content[::512] = bytes(byte ^ 1 for byte in content[::512])
-    place.write_bytes(content)
-    return newest.name
-
-
-def lose_bytes(directory):
-    """Cuts off the newest checkpoint's largest file; returns the step."""
-    newest = directory / "checkpoints" / str(newest_checkpoint(directory))
-    arrays = max(newest.rglob("d/*"), key=lambda place: place.stat().st_size)
-    arrays.write_bytes(arrays.read_bytes()[: -arrays.stat().st_size // 2])
-    return newest.name
-
-
-def verify(run):
-    """What two processes print about the finished checkpoints of a run, one of which is damaged."""
-    found = Processes(run.directory.parent, run.directory.name, 2, 2, command="verify")
-    found.end(1, 1)
-    assert "step" not in found.printed(1)
-    lines = [line for line in found.printed(0).splitlines() if line.startswith("step")]
-    return [line for line in lines if "not finished" not in line]
-
-
-def resume_alone(run, uninterrupted):
-    """One process with one device resumes the run of several; it sums in another order, so numbers are close."""
-    together = last_step(run.directory)
-    assert metrics(run.directory) == uninterrupted[:together]
-    Processes(run.directory.parent, run.directory.name, 1, 1).end(0)
-    found = metrics(run.directory)
-    assert len(found) == STEPS > together
-    for one, several in zip(found, uninterrupted, strict=True):
-        assert one == pytest.approx(several, rel=1e-5)
+def started(folder):
+    """The killed run, started again, after some more steps."""
+    run = Processes(folder, "killed", 2, 2)
+    target = last_step(run.directory) + 4
+    run.wait_until(lambda: last_step(run.directory) >= target)
+    return run
 
 
 def test_two_processes_killed_again_and_again_repeat_the_uninterrupted_run_bit_for_bit(folder, uninterrupted):
-    """Then a signal stops them, and a single process resumes the run."""
-    draw = random.Random(5)
-    for kill in (kill_all_in_a_save, kill_one(1), kill_one(0)):
-        run = Processes(folder, "killed", 2, 2)
-        kill(run, draw)
-    damaged = damage_the_newest(run.directory)
-    lines = verify(run)
-    assert lines[0].startswith(f"step {damaged}: ")
-    assert "parameters" in lines[0]
-    assert lines[1].endswith(": whole")
+    """Then a signal stops them, their newest checkpoint is damaged, and a single process resumes the run."""
     run = Processes(folder, "killed", 2, 2)
-    ask(1)(run, draw)
-    assert f"the checkpoint of step {damaged} in {run.directory / 'checkpoints'} is damaged" in run.printed(0)
-    assert "is damaged" not in run.printed(1)
-    assert f"{damaged}.damaged" in checkpoints(run.directory)
-    lost = lose_bytes(run.directory)
-    resume_alone(run, uninterrupted)
-    assert f"{lost}.damaged" in checkpoints(run.directory)
+    run.wait_until(lambda: any("tmp" in name for name in checkpoints(run.directory)))
+    run.send(signal.SIGKILL, *run.all)
+    run.end(-9, -9)
 
-
-@pytest.mark.wide
-def test_four_processes_of_which_one_is_asked_to_stop_resume_as_a_single_process(folder, uninterrupted):
-    run = Processes(folder, "asked", 4, 1)
-    ask(1)(run, random.Random(7))
-    resume_alone(run, uninterrupted)
-
-
-@pytest.mark.wide
-def test_two_processes_resume_to_the_end(folder, uninterrupted):
-    run = Processes(folder, "again", 2, 2)
-    kill_one(0)(run, random.Random(9))
-    run = Processes(folder, "again", 2, 2)
-    run.end(0, 0)
-    assert metrics(run.directory) == uninterrupted
-
-
-@pytest.mark.wide
-def test_a_process_that_vanishes_is_noticed(folder):
-    """Like a host without power, it closes no connection; jax notices that its heartbeats have stopped."""
-    run = Processes(folder, "vanished", 2, 1, "train.steps=100000")
-    run.wait_until(lambda: last_step(run.directory) >= 4)
-    run.send(signal.SIGSTOP, 1)
-    status = run._started[0].wait(timeout=TIMEOUT)
+    run = started(folder)
     run.send(signal.SIGKILL, 1)
-    run._started[1].wait(timeout=TIMEOUT)
-    assert status
-    assert "unhealthy (stopped sending heartbeats)" in run.printed(0)
+    run.end(None, -9)
+    [error] = run.errors(0)
+    assert error.startswith(f"error: process 0 of 2: {LOST}")
 
+    run = started(folder)
+    run.send(signal.SIGTERM, 1)
+    run.send(signal.SIGSTOP, 0)  # jax checks for the signal once a second; so small a run might end before
+    time.sleep(1.5)
+    run.send(signal.SIGCONT, 0)
+    run.end(130, 130)
+    together = last_step(run.directory)
+    assert f"stopped after {together} of {STEPS} steps; the same command resumes" in run.printed(0)
+    assert metrics(run.directory) == uninterrupted[:together]
 
-@pytest.mark.wide
-def test_two_processes_measure_a_run_as_one_does(folder, uninterrupted):
-    """Only the first process writes and prints."""
-    measured = ["evaluate.lengths=[16, 128]", "evaluate.tokens=512", "evaluate.batch_tokens=256"]
-    results, found = folder / "straight" / "evaluation.jsonl", []
-    for count, devices in ((2, 2), (1, 1)):
-        run = Processes(folder, "straight", count, devices, *measured, command="evaluate")
-        run.end(*(0 for _ in run.all))
-        found.append([json.loads(line) for line in results.read_text().splitlines()])
-        results.unlink()
-        assert ["rope" in run.printed(index) for index in run.all] == [True, False][:count]
-    for several, one in zip(*found, strict=True):
-        assert [several[name] for name in ("length", "window_tokens")] == [one["length"], one["window_tokens"]]
-        assert several["window_nll"] == pytest.approx(one["window_nll"], rel=1e-5)
+    saved = run.directory / "checkpoints" / str(together)
+    place = max(saved.glob("parameters/ocdbt.process_1/d/*"), key=lambda place: place.stat().st_size)
+    content = bytearray(place.read_bytes())
+    content[::512] = bytes(byte ^ 1 for byte in content[::512])
+    place.write_bytes(content)
+    run = Processes(folder, "killed", 1, 1)
+    run.end(0)
+    assert f"the checkpoint of step {together} in {run.directory / 'checkpoints'} is damaged" in run.printed(0)
+    assert f"{together}.damaged" in checkpoints(run.directory)
+    found = metrics(run.directory)
+    assert len(found) == STEPS > together
+    for one, several in zip(found, uninterrupted, strict=True):
+        assert one == pytest.approx(several, rel=1e-5), "it sums in another order"
 
 
 def local_steps(disks: Path, index: int) -> set[int]:
@@ -256,45 +139,3 @@ def test_a_mistake_on_one_host_ends_all_of_them(folder):
     assert len(errors) == 2
     assert any("of 2: process 1 has another config than process 0: data.paths was" in line for line in errors)
     assert checkpoints(run.directory) == set()
-
-
-@pytest.fixture
-def store(monkeypatch, folder):
-    """A local server in place of Google's store, with the texts of the folder."""
-    pytest.importorskip("gcsfs")
-    with serving() as (store, address):
-        for name, value in of_the_store(address).items():
-            monkeypatch.setenv(name, value)
-        for text in (folder / "text").iterdir():
-            store.put("bucket", f"text/{text.name}", text.read_bytes())
-        yield store
-
-
-def start(folder, tmp_path):
-    """Two processes that share only the store: each has its own compiled programs."""
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    data = config["data"] | {"paths": ["gs://bucket/text/*.txt"], "cache": "gs://bucket/tokens"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"output": "gs://bucket/runs", "data": data}))
-    for index in range(2):
-        shutil.copytree(folder / "compiled", tmp_path / f"compiled-{index}", dirs_exist_ok=True)
-    caches = {index: [f"monitor.compilation_cache={tmp_path}/compiled-{index}"] for index in range(2)}
-    return Processes(tmp_path, "stored", 2, 2, own=caches)
-
-
-def losses(store):
-    content, _ = store.objects.get(("bucket", "runs/stored/metrics.jsonl"), (b"", 0))
-    return [json.loads(line)["loss"] for line in content.split(b"\n")[:-1]]
-
-
-@pytest.mark.wide
-def test_a_run_of_processes_that_share_no_disk_resumes_after_one_is_killed(folder, uninterrupted, tmp_path, store):
-    """It repeats, bit for bit, the run of processes that share a disk."""
-    killed = start(folder, tmp_path)
-    killed.wait_until(lambda: len(losses(store)) >= 6)
-    killed.send(signal.SIGKILL, 1)
-    killed.end(None, -9)
-    assert 6 <= len(losses(store)) < STEPS
-    start(folder, tmp_path).end(0, 0)
-    assert losses(store) == [line["loss"] for line in uninterrupted]
-    assert {name.split("/")[0] for name in store.names("bucket")} == {"runs", "text", "tokens"}
-    assert not list(tmp_path.rglob("checkpoints"))

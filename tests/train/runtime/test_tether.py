@@ -1,20 +1,42 @@
-"""The connections between processes: what ends a run, and what does not."""
+"""The connections between processes: what ends a run, and what does not. The members here speak the bytes."""
 
-import json
+import queue
 import socket
 import struct
-import threading
 
 import pytest
 
 from train.runtime import tether
-from train.runtime.tether import _GOODBYE, _accept, _connect, _listen, _watch, tied
 
-SECRET = "ab" * 16
+
+class Run:
+    """Process 0 of a run of two, what it noticed, and process 1, if it comes; a stranger comes before it."""
+
+    def __init__(self):
+        self.noticed, self.address = queue.Queue(), None
+
+    def decide(self, function):
+        value = function()
+        self.address = self.address or value
+        return value
+
+    def gather(self, text):
+        _, port, secret = self.address
+        self.stranger, self.member = (socket.create_connection(("localhost", port)) for _ in range(2))
+        self.stranger.sendall(b"x" * 20)
+        self.member.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        card = bytes.fromhex(secret) + (1).to_bytes(4)
+        for piece in (card[:7], card[7:]):  # a card may come in pieces
+            self.member.sendall(piece)
+        return ["", "tied"]
+
+    def tied(self, gather):
+        calls = (lambda process, what=what: self.noticed.put((what, process)) for what in ("lost", "broken"))
+        return tether.tied(0, ["localhost"], *calls, self.decide, gather)
 
 
 def say_goodbye(end):
-    end.sendall(_GOODBYE)
+    end.sendall(b".")
 
 
 def die(end):
@@ -29,81 +51,24 @@ def be_cut_off(end):
 
 
 @pytest.mark.parametrize(
-    ("happens", "reported"), [(say_goodbye, []), (die, [("lost", 3)]), (be_cut_off, [("broken", 3)])]
+    ("happens", "reported"), [(say_goodbye, None), (die, ("lost", 1)), (be_cut_off, ("broken", 1))]
 )
-@pytest.mark.parametrize("is_done", [False, True])
-def test_a_process_is_lost_when_its_connection_is_closed_and_not_when_it_breaks(happens, reported, is_done):
-    found, done = [], threading.Event()
-    with socket.create_server(("localhost", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    if is_done:
-        done.set()
-    calls = (lambda process: found.append(("lost", process))), (lambda process: found.append(("broken", process)))
-    with ours, theirs:
-        watching = threading.Thread(target=_watch, args=(ours, 3, *calls, done))
-        watching.start()
-        happens(theirs)
-        watching.join(timeout=10)
-        assert not watching.is_alive()
-    assert found == ([] if is_done else reported)
+def test_a_process_is_lost_when_its_connection_is_closed_and_not_when_it_breaks(happens, reported):
+    run = Run()
+    with run.tied(run.gather) as apart:
+        assert apart == []
+        assert run.stranger.recv(1) == b"", "strangers are turned away"
+        happens(run.member)
+        if reported:
+            assert run.noticed.get(timeout=10) == reported
+        else:
+            with pytest.raises(queue.Empty):
+                run.noticed.get(timeout=0.3)
+    run.stranger.close()
+    run.member.close()
 
 
-def test_a_card_may_come_in_pieces():
-    with _listen() as server, socket.create_connection(("localhost", server.getsockname()[1])) as member:
-        member.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        card = bytes.fromhex(SECRET) + (5).to_bytes(4)
-        member.sendall(card[:7])
-        threading.Timer(0.3, member.sendall, (card[7:],)).start()
-        [(number, end)] = _accept(server, SECRET, 1).items()
-        end.close()
-        assert number == 5
-
-
-def test_a_process_that_is_too_late_is_not_waited_for(monkeypatch):
+def test_a_process_that_does_not_come_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(tether, "_PATIENCE", 0.3)
-    with _listen() as server, _connect(["localhost"], server.getsockname()[1], SECRET, 2):
-        ends = _accept(server, SECRET, 2)
-        assert list(ends) == [2]
-        ends[2].close()
-
-
-def test_all_agree_on_who_is_apart(monkeypatch):
-    """Of three processes, the second connects but never sends its card; no process reports another as lost."""
-    monkeypatch.setattr(tether, "_PATIENCE", 0.5)
-    monkeypatch.setattr(tether.socket.socket, "sendall", _unless_it_is_a_card_of(1, socket.socket.sendall))
-    barrier, texts, found, lost = threading.Barrier(3), {}, {}, []
-
-    def agreeing(index):
-        def gather(text):
-            texts[index] = text
-            barrier.wait(10)
-            answers = [texts[each] for each in range(3)]
-            barrier.wait(10)
-            return answers
-
-        def decide(function):
-            return json.loads(gather(json.dumps(function()) if index == 0 else "")[0])
-
-        return decide, gather
-
-    def take_part(index):
-        with tied(index, ["localhost"], lost.append, lost.append, *agreeing(index)) as apart:
-            found[index] = apart
-            barrier.wait(10)
-
-    threads = [threading.Thread(target=take_part, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert found == {index: [1] for index in range(3)}
-    assert lost == []
-
-
-def _unless_it_is_a_card_of(number, sendall):
-    def send(end, content):
-        if content[-4:] != number.to_bytes(4):
-            sendall(end, content)
-
-    return send
+    with Run().tied(lambda text: ["", "tied"]) as apart:
+        assert apart == [1]
