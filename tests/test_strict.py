@@ -201,22 +201,8 @@ WAYS = [
     for dtype in (*DTYPES, *([jnp.float64] if "x64" in flags else []))
     for backend, positions in (("dense", AT), ("blockwise", Range(0, LENGTH)))
 ]
-COVERING = [
-    "clex",
-    "mixed",
-    "pope",
-    "coca-slack",
-    "ssmax",
-    "llama4",
-    "fox",
-    "cope",
-    "dual-chunk",
-    "performer",
-    "leaky-rerope",
-    "hierarchical",
-    "qwen3",
-]
-SOME = [(name, [WAYS[n % len(WAYS)], WAYS[6 + n % 4]]) for n, name in enumerate(COVERING)]
+COVERING = "clex mixed pope coca-slack ssmax llama4 fox cope dual-chunk performer leaky-rerope hierarchical qwen3"
+SOME = [(name, [WAYS[n % len(WAYS)], WAYS[6 + n % 4]]) for n, name in enumerate(COVERING.split())]
 
 
 @pytest.mark.parametrize(
