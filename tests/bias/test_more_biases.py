@@ -184,20 +184,11 @@ def test_every_spec_declares_its_properties():
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("dbar", lambda: Sandwich(dbar=7)),
-        ("variant", lambda: Sandwich(variant="nemo")),
-        ("width", lambda: FIRE(width=0)),
-        ("threshold", lambda: FIRE(threshold=-1)),
         ("c", lambda: FIRE().bind({}, num_heads=2)),
         ("w1", lambda: FIRE().bind(FIRE(16).init(KEY, 2), num_heads=2)),
-        ("tau", lambda: ScaleInvariant(tau=0)),
         ("beta", lambda: ScaleInvariant(alpha=9.0)),
-        ("decay_times", lambda: FoX(data_dependent=False)),
-        ("decay_times", lambda: FoX(decay_times=(9, 2))),
-        ("w", lambda: FoX().prepare({}, np.zeros((1, 2, 3)))),
         ("w", lambda: FoX().prepare(FoX().init(KEY, 2, 5), np.zeros((1, 2, 3)))),
         ("q_gates", lambda: FoX().bind(num_heads=2, q_gates=np.zeros((1, 3, 2)), kv_gates=np.zeros((1, 2, 3)))),
-        ("max_position", lambda: CoPE(1)),
         ("table", lambda: CoPE().bind(num_heads=2)),
     ],
 )
