@@ -144,14 +144,6 @@ def test_a_key_may_come_raw_or_through_relu():
     chex.assert_trees_all_equal(features(q, t, "slack"), features(q, coca.half_width(t), "slack"))
 
 
-def test_rows_of_a_batch_may_have_their_own_positions():
-    q, t = of("slack")
-    both = features(q, t, "slack", m=np.stack([M, M + 7]), n=np.stack([N, N + 7]))
-    for row, shift in enumerate((0, 7)):
-        one = features(q, t, "slack", m=M + shift, n=N + shift)
-        chex.assert_trees_all_close(*(jax.tree.map(lambda x, r=row: x[r], pair) for pair in (both, one)))
-
-
 @dataclasses.dataclass(frozen=True)
 class Tempered(Plain):
     """A rule with both factors, as YaRN has."""

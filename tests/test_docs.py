@@ -83,13 +83,6 @@ def test_the_overview_has_every_method_once_with_training_cache_and_kernel():
     assert found["methods/linear-elu"] == ["yes", "state", "linear in the length"]
 
 
-def test_a_page_says_what_the_method_composes_with():
-    rows = pages.composition(PAGES["methods/rerope"]).splitlines()
-    (row,) = (row.split("|") for row in rows if row.startswith("| bias"))
-    assert "[alibi](../methods/alibi.md)" in row[2]
-    assert "[cope](../methods/cope.md)" in row[3]
-
-
 def test_every_option_is_described():
     rows = [(path, row) for path, method in PAGES.items() for row in pages.options(method).splitlines()[2:]]
     assert len(rows) > len(PAGES)
@@ -102,27 +95,6 @@ def test_formulas_become_latex_and_names_do_not():
     found = formulas.typeset(page, lambda latex, display: f"[{latex}|{display}]")
     assert found == r"<p>[|i-j|\le \theta _{t}|False] <code>rope</code></p><pre><code>r = i - j</code></pre>"
     assert formulas.latex("(i - alpha) / (1 - alpha)").replace(" ", "") == r"\frac{i-\alpha}{1-\alpha}"
-
-
-def test_docstrings_become_markdown():
-    def function(base, factor):
-        """Turns ``a|b`` by theta_t (Su et al., arXiv 2104.09864).
-
-            f(x) = base^(-2t)
-
-        * one, see :func:`other`.
-
-        factor: of the
-            base; or none. base: b.
-        """
-
-    found = docstrings.parse(function)
-    assert (
-        found.summary == r"Turns `a|b` by theta\_t (Su et al., [arXiv 2104.09864](https://arxiv.org/abs/2104.09864))."
-    )
-    assert '<div class="formula">\nf(x) = base^(-2t)\n</div>' in found.body
-    assert "* one, see `other`." in found.body
-    assert found.options == {"factor": "of the base; or none.", "base": "b."}
 
 
 def test_the_module_pages_name_what_is_public():

@@ -7,10 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import meshes
-import numpy as np
-import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import posjax as pj
 from posjax.attention.sharded import Placement, attend_on_mesh
@@ -146,17 +143,3 @@ def test_a_gather_has_the_derivative_that_a_ring_lacks():
     twice = DERIVATIVES["reverse over reverse: `jax.grad` of `jax.grad`"](around("rope", "dense", "all-gather"))
     with jax.set_mesh(meshes.mesh("auto")):
         assert error_of(twice, jnp.ones((1, 4, 1, 4))) is None
-
-
-def test_a_derivative_of_short_rows_may_be_missing_for_long_ones():
-    twice = reverse(jax.grad(squared(attending("rope", None))))
-    assert error_of(twice, jnp.ones((1, 512, 1, 4))) is None
-    assert named(error_of(twice, jnp.ones((1, 513, 1, 4))))
-
-
-def test_losses_that_pick_from_a_split_axis_are_refused_by_jax():
-    logits = meshes.put(meshes.mesh("explicit"), np.zeros((8, 4, 32)), P("data", None, "tensor"))
-    labels = meshes.put(meshes.mesh("explicit"), np.zeros((8, 4), np.int32), P("data"))
-    with pytest.raises(Exception, match="out_sharding") as caught:
-        optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    assert caught.typename == "ShardingTypeError"

@@ -78,7 +78,6 @@ CALLS = [
     ("v", attention(v=[1.0])),
     ("q", attention(X.astype(FLOAT8))),
     ("q", attention(X[:, :, :0])),
-    ("v", attention(v=X[..., :0])),
     ("q", attend(ROPE, *[X[:, :0]] * 3)),
     ("k", attend(ROPE, k=HALF)),
     ("k", attend(Scheme(features=coca.Coca("strict")))),
@@ -111,7 +110,6 @@ DECODERS = [
     ("tokens", lambda: decoder()([[1, 2]])),
     ("tokens", lambda: decoder()(IDS + 0.5)),
     ("tokens", decode(3)),
-    ("length", decode(length=-1)),
     ("batch", lambda: decoder().init_cache(-1, 4)),
     ("capacity", lambda: decoder().init_cache(2, -4)),
     ("chunk", lambda: decoder().init_cache(2, 4, chunk=-1)),
@@ -232,12 +230,8 @@ def test_a_message_says_what_to_write_instead(advice, call):
 
 
 NUMBERS = {
-    "scale": lambda x: attention(scale=x)(),
-    "scale of each head": lambda x: attention(scale=jnp.array([1, 1, 1, x]))(),
     "scale of CoCA": lambda x: pj.coca_attention(X, HALF, X, table=TABLE, scale=x),
     "query_scale": lambda x: attend(ROPE, query_scale=x)(),
-    "softcap": lambda x: attention(softcap=x)(),
-    "decay": lambda x: attention(decay=np.full(8, x), mask=masks.Causal())(),
     "attention_factor": lambda x: pj.rotary_table(Range(0, 6), INVERSE, attention_factor=x),
     "eps": lambda x: norms.qk_norm(X, X, eps=x),
     "offset": lambda x: bias.LinearBias(jnp.ones(4), symmetric=True, offset=x),
@@ -303,22 +297,6 @@ def test_one_sided_biases_are_allowed_where_no_key_ahead_is_known_to_be_seen(opt
 )
 def test_a_scheme_whose_rule_has_its_own_head_dim_can_be_extended(features, changes):
     assert Scheme(features=features).extend(**changes) != Scheme(features=features)
-
-
-def test_an_own_method_needs_no_base_class():
-    class Even:
-        """A scale that has no base class of the library."""
-
-        shift_invariant = True
-
-        def init(self, key, num_heads):
-            return {}
-
-        def factor(self, params, *, positions, visible, num_heads):
-            return jnp.ones((1, 1))
-
-    found = Scheme(scale=Even(), bias=bias.ALiBi()).attend(X + 1, X + 1, X + 1)
-    np.testing.assert_array_equal(found, Scheme(bias=bias.ALiBi()).attend(X + 1, X + 1, X + 1))
 
 
 def test_tokens_outside_the_vocabulary_are_those_that_the_documentation_names():

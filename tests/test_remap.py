@@ -13,7 +13,6 @@ from refusals import refused
 
 import posjax
 from posjax import masks
-from posjax.coca import Coca
 from posjax.masks import Causal
 from posjax.positions import Range
 from posjax.remap import DualChunk, LeakyReRoPE, LMInfinite, ReRoPE, SelfExtend, StreamingLLM, inverse_leaky
@@ -74,12 +73,6 @@ def rope_score(q, k, distance):
     half = q.shape[-1] // 2
     planes = (q[:half] + 1j * q[half:]) * np.conj(k[:half] + 1j * k[half:])
     return (planes * np.exp(1j * distance * THETA)).sum().real
-
-
-def coca_score(q, t, distance):
-    """CoCA strict: sum of t (x^2 + y^2) cos(r theta)."""
-    half = q.shape[-1] // 2
-    return (np.maximum(t, 0) * (q[:half] ** 2 + q[half:] ** 2) * np.cos(distance * THETA)).sum()
 
 
 def oracle(score, distance, q, k, positions=None):
@@ -148,15 +141,6 @@ def test_scores_and_attention_of_every_backend_are_those_of_the_effective_distan
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["leaky", "dual chunk"])
-def test_any_features_can_be_taken_at_other_positions(name, inputs):
-    remap, distance, _ = METHODS[name]
-    q, k, _ = inputs
-    t = k[..., : SIZE // 2]
-    found = scores(remap, Coca("strict"), q, t, Range(0, N))
-    np.testing.assert_allclose(found, oracle(coca_score, distance, q, t), atol=2e-5)
-
-
 @pytest.mark.parametrize("name", ["self-extend", "streaming"])
 def test_positions_may_differ_by_row_and_start_anywhere(name, inputs):
     remap, distance, _ = METHODS[name]
@@ -203,33 +187,6 @@ def test_leaky_distances_at_the_ends_of_int32(remap, end):
     assert one_score(remap, 990 + end, end) == pytest.approx(math.cos(distance), abs=2e-6)
     exact = one_score(remap, 990 + end, end, Rotary(Linear(4.0)))
     assert exact == pytest.approx(math.cos(distance / 4), abs=2e-6)
-
-
-def test_streaming_is_the_rolling_cache(inputs):
-    """Token by token: drop the keys between the sinks and the recent ones, number the others from 0, attend."""
-    sinks, recent = 2, 10
-    raw_q, raw_k, raw_v = (np.asarray(x, np.float64) for x in inputs)
-    cache, want = [], np.zeros((2, N, HEADS, SIZE))
-    for token in range(N):
-        if len(cache) + 1 > sinks + recent:
-            cache = cache[:sinks] + cache[len(cache) - recent + 1 :]
-        cache = [*cache, token]
-        for b, h in np.ndindex(2, HEADS):
-            last = len(cache) - 1
-            z = [rope_score(raw_q[b, token, h], raw_k[b, j, 0], last - place) for place, j in enumerate(cache)]
-            weights = np.exp(np.array(z) / math.sqrt(SIZE))
-            want[b, token, h] = weights / weights.sum() @ raw_v[b, cache, 0]
-        assert len(cache) <= sinks + recent
-    q, k, v = inputs
-    remap = StreamingLLM(sinks, recent)
-
-    @jax.jit
-    def attend(q, k, v):
-        phi, psi, branches = remap.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
-        return posjax.attention(phi, psi, v, remap=branches, mask=Causal() & remap.mask())
-
-    found = attend(q, k, v)
-    np.testing.assert_allclose(found, want, atol=1e-5)
 
 
 @methods

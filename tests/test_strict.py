@@ -22,7 +22,6 @@ from posjax.bias import CoPE, FoX, accumulate
 from posjax.masks import Beyond, Causal, Dilated, FirstTokens, Globals, Segments, Window
 from posjax.nn import Decoder
 from posjax.positions import Range, from_segments
-from posjax.remap import Branch
 
 BATCH, HEADS, KV_HEADS, SIZE = 2, 4, 2, 8
 IDS = np.asarray([[0] * 6 + [1] * 6 + [-1] * 4, [-1] * 3 + [0] * 13], np.int32)
@@ -105,12 +104,6 @@ def of_cope(dtype):
     return (lambda p: {"bias": CoPE(6).bind(p, num_heads=HEADS), "mask": Causal()}), CoPE(6).init(None, HEADS, SIZE)
 
 
-def of_positions_of_both_kinds(dtype):
-    spec, params = bias.FIRE(), bias.FIRE().init(jax.random.key(0), HEADS)
-    options = {"mask": PACKED & Window(4), "q_positions": AT, "kv_positions": Range(0, LENGTH)}
-    return (lambda params: options | {"bias": spec.bind(params, num_heads=HEADS)}), params
-
-
 def plain(**options):
     return lambda dtype: ((lambda params: options), {})
 
@@ -132,8 +125,6 @@ CASES = {name: lambda dtype, spec=spec: of_bias(spec, dtype) for name, spec in S
     "traced window": learned("softcap", mask=Causal() & Window(np.int32(3))),
     "sinks": learned("sinks", HEADS, mask=PACKED),
     "scale of rows": learned("scale", BATCH, LENGTH, 1, mask=PACKED),
-    "scalar scale": learned("scale", mask=PACKED),
-    "positions of both kinds": of_positions_of_both_kinds,
     "decay": plain(mask=Causal(), decay=RATES),
     "decay in rows": plain(mask=PACKED, decay=RATES, q_positions=AT, kv_positions=AT),
     "array bias": learned("bias", HEADS, LENGTH, LENGTH, mask=IDS[:, None, None] >= 0),
@@ -231,24 +222,6 @@ def test_decoders_promote_nothing(name, stored, compute):
         jax.eval_shape(lambda state: jax.grad(lambda s: logits(s).sum())(state), state)
 
 
-def tables_and_whole_biases():
-    frequencies = pj.rotary.inverse_frequencies(SIZE)
-    for positions in (Range(0, LENGTH), AT):
-        table = pj.rotary_table(positions, frequencies)
-        for pairing, dtype in (("half", jnp.bfloat16), ("interleaved", jnp.float64)):
-            x = normal(BATCH, LENGTH, HEADS, SIZE, dtype=dtype)
-            assert pj.apply_rotary(x, table, pairing=pairing).dtype == dtype
-        q, k, v = projections(jnp.bfloat16)
-        out = pj.coca_attention(q, k[..., : SIZE // 2], v, table=table, variant="slack", mask=Causal())
-        assert out.dtype == jnp.bfloat16
-        assert pj.alibi_bias(HEADS, positions, Range(0, LENGTH), symmetric=True).dtype == jnp.float32
-
-
-def test_tables_and_whole_biases_promote_nothing():
-    with strict():
-        jax.eval_shape(tables_and_whole_biases)
-
-
 @pytest.mark.parametrize(
     ("name", "backend"),
     [("rows that see nothing", "dense"), ("rows that see nothing", "blockwise"), ("fox", "blockwise")],
@@ -266,14 +239,3 @@ def test_no_preset_makes_an_intermediate_nan(name):
         for backend in BACKENDS:
             with jax.debug_nans(True):
                 check_scheme(scheme, backend, jnp.float32, Range(0, LENGTH))
-
-
-def test_far_branches_make_no_nan():
-    q, k, v = projections(jnp.float32)
-
-    def run(q, k, v):
-        remap = Branch(q[..., ::-1], k * k, Beyond(4))
-        return pj.attention(q, k, v, mask=PACKED, remap=remap, implementation="blockwise", return_residuals=True)
-
-    with strict("ranks", "dtypes"):
-        find_nan(run, q, k, v)

@@ -59,17 +59,3 @@ def test_gradients_are_the_same_under_every_transformation(name):
     for got in (*found, *([] if by_pmap is None else [summed(jax.device_get(by_pmap))])):
         chex.assert_trees_all_close(got, want, atol=2e-5, rtol=2e-4)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(want))
-
-
-def test_masks_and_biases_alone_under_vmap():
-    at = np.arange(8 * LENGTH).reshape(8, LENGTH)
-    mask = pj.masks.Causal() & (pj.masks.Window(4) | pj.masks.FirstTokens(2)) & pj.masks.Chunked(16)
-    spec = pj.bias.T5(8, 10)
-    bias = spec.bind(spec.init(jax.random.key(0), HEADS), num_heads=HEADS)
-
-    def both(q, k):
-        return mask.allowed(q, k), bias.values(q, k)
-
-    by_vmap = jax.jit(jax.vmap(both))(at, at)
-    rows = jax.jit(lambda at: [both(row, row) for row in at])(at)
-    chex.assert_trees_all_equal(by_vmap, jax.tree.map(lambda *x: jnp.stack(x), *rows))

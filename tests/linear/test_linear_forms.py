@@ -132,22 +132,6 @@ def whole(v, ids, mapped):
     return linear.chunked(v=v, segment_ids=ids, chunk_size=7, **mapped)
 
 
-def test_tokens_without_ids_continue_the_document_of_the_state():
-    """Right padding in a prefill, then decoding."""
-    cut = 10
-    ids = np.zeros((B, 1), np.int32) + np.where((np.arange(T) < cut - 3) | (np.arange(T) >= cut), 4, -1)
-
-    @jax.jit
-    def run(mapped, v):
-        head, tail = (jax.tree.map(lambda x, at=at: x[:, at], (mapped, v)) for at in (slice(cut), slice(cut, None)))
-        _, state = linear.chunked(v=head[1], segment_ids=ids[:, :cut], **head[0])
-        return recurrent(v=tail[1], state=state, **tail[0])
-
-    out, state = run(FULL, V)
-    chex.assert_trees_all_close(out, np.asarray(gradients("quadratic", FULL, V, ids)[0])[:, cut:], atol=1e-5)
-    np.testing.assert_array_equal(state.segment, 4)
-
-
 @pytest.mark.parametrize("form", REFERENCES)
 def test_huge_keys_neither_overflow_nor_reach_back(form):
     """exp(400) overflows float32. Queries before this key and in other documents give the same as without it."""
@@ -164,24 +148,6 @@ def test_huge_keys_neither_overflow_nor_reach_back(form):
     weights = huge["phi"][:, 13] * np.repeat(huge["psi"][:, 12], H // K, 1)
     only = weights[..., 1:].sum(-1, keepdims=True) / weights.sum(-1, keepdims=True) * np.repeat(V[:, 12], H // K, 1)
     chex.assert_trees_all_close(found[0][:, 13], only, atol=1e-5)
-
-
-def test_in_float64_gradients_are_those_of_finite_differences():
-    with jax.enable_x64(True):
-        inputs = [np.asarray(x[:1, :7], np.float64) for x in (Q, KEY, V)]
-
-        @jax.jit
-        @partial(jax.value_and_grad, argnums=(0, 1, 2))
-        def run(q, k, v):
-            mapped = linear.features(Exponential(), q, k)
-            out, state = linear.chunked(v=v, segment_ids=IDS[:1, :7], chunk_size=3, **mapped)
-            chex.assert_type([out, state.s, state.z, state.log_scale], jnp.float64)
-            return (out * TARGET[:7]).sum()
-
-        for n, gradient in enumerate(run(*inputs)[1]):
-            step = 1e-5 * np.cos(np.arange(inputs[n].size)).reshape(inputs[n].shape)
-            ahead, behind = (run(*inputs[:n], inputs[n] + s, *inputs[n + 1 :])[0] for s in (step, -step))
-            np.testing.assert_allclose((ahead - behind) / 2, (gradient * step).sum(), rtol=1e-6)
 
 
 def test_outputs_have_the_dtype_of_values_and_states_are_float32():

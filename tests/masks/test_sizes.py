@@ -7,38 +7,23 @@ import pytest
 from masks.kinds import tile_kinds
 
 from posjax import masks
-from posjax.masks import (
-    And,
-    Band,
-    Beyond,
-    Causal,
-    Chunked,
-    ChunksApart,
-    Dilated,
-    FirstTokens,
-    GlobalFirst,
-    Or,
-    Prefix,
-    Window,
-    materialise,
-)
 from posjax.positions import Range
 
 N = 24
 AT = jnp.arange(N, dtype=jnp.int32)
 OF_A_SIZE = {
-    "window": Window,
-    "band": Band,
-    "beyond": Beyond,
-    "sinks": FirstTokens,
-    "global first": GlobalFirst,
-    "prefix": Prefix,
-    "chunked": Chunked,
-    "chunks apart": lambda n: ChunksApart(n, n - 4, n),
-    "no end": lambda n: ChunksApart(n, n - 4),
-    "dilated": lambda n: Dilated(n, n),
-    "dilated heads": lambda n: Dilated(n, (1, 3)),
-    "lambda": lambda n: Causal() & (Window(n) | FirstTokens(n)),
+    "window": masks.Window,
+    "band": masks.Band,
+    "beyond": masks.Beyond,
+    "sinks": masks.FirstTokens,
+    "global first": masks.GlobalFirst,
+    "prefix": masks.Prefix,
+    "chunked": masks.Chunked,
+    "chunks apart": lambda n: masks.ChunksApart(n, n - 4, n),
+    "no end": lambda n: masks.ChunksApart(n, n - 4),
+    "dilated": lambda n: masks.Dilated(n, n),
+    "dilated heads": lambda n: masks.Dilated(n, (1, 3)),
+    "lambda": lambda n: masks.Causal() & (masks.Window(n) | masks.FirstTokens(n)),
 }
 
 
@@ -49,7 +34,7 @@ def test_a_traced_size_is_the_size_and_one_that_is_too_small_counts_as_the_least
 
     def all_of(n):
         mask = make(n)
-        return materialise(mask, row, row), tile_kinds(mask, row, row, 4, 6), mask.visible(few, few, True)
+        return masks.materialise(mask, row, row), tile_kinds(mask, row, row, 4, 6), mask.visible(few, few, True)
 
     traced = jax.jit(all_of)
     for n in (2, 5):
@@ -60,42 +45,44 @@ def test_a_traced_size_is_the_size_and_one_that_is_too_small_counts_as_the_least
     elif name == "lambda":
         np.testing.assert_array_equal(np.squeeze(found), np.eye(N, dtype=bool))
     elif "chunks" not in name and name != "no end":
-        np.testing.assert_array_equal(found, materialise(make(1), row, row))
+        np.testing.assert_array_equal(found, masks.materialise(make(1), row, row))
 
 
 def test_a_python_int_stays_structure_and_an_array_becomes_a_leaf():
-    mask = Causal() & (Window(3) | FirstTokens(np.int64(2)))
+    mask = masks.Causal() & (masks.Window(3) | masks.FirstTokens(np.int64(2)))
     assert jax.tree.leaves(mask) == []
-    assert mask in {Causal() & (Window(3) | FirstTokens(2))}
-    assert jax.tree.leaves(Window(jnp.int16(3))) == [jnp.int32(3)]
-    assert Window(np.array(3)) == Window(3), "NumPy's numbers are known when tracing"
-    assert masks.traced_sizes(~Window(jnp.int32(3)) | FirstTokens(2)) == ("Window size",)
-    assert (Window(3).kept_keys, Window(jnp.int32(3)).kept_keys) == ((0, 3), None)
+    assert mask in {masks.Causal() & (masks.Window(3) | masks.FirstTokens(2))}
+    assert jax.tree.leaves(masks.Window(jnp.int16(3))) == [jnp.int32(3)]
+    assert masks.Window(np.array(3)) == masks.Window(3), "NumPy's numbers are known when tracing"
+    assert masks.traced_sizes(~masks.Window(jnp.int32(3)) | masks.FirstTokens(2)) == ("Window size",)
+    assert (masks.Window(3).kept_keys, masks.Window(jnp.int32(3)).kept_keys) == ((0, 3), None)
 
 
 def test_sizes_pass_through_vmap():
-    found = jax.vmap(lambda n: materialise(Window(n), AT, AT))(jnp.asarray([2, 5, 9]))
-    np.testing.assert_array_equal(found, np.stack([materialise(Window(n), AT, AT) for n in (2, 5, 9)]))
+    found = jax.vmap(lambda n: masks.materialise(masks.Window(n), AT, AT))(jnp.asarray([2, 5, 9]))
+    np.testing.assert_array_equal(found, np.stack([masks.materialise(masks.Window(n), AT, AT) for n in (2, 5, 9)]))
 
 
 def test_a_span_may_be_all_of_int32():
-    assert materialise(Dilated(2**20 + 1, 2047), jnp.array([2**31 - 1]), jnp.array([2**31 - 2**20 * 2047 - 1])).all()
-    assert (Dilated(2**31 - 1, 1).size, Dilated(2, 2**31 - 1).dilation) == (2**31 - 1, 2**31 - 1)
+    assert masks.materialise(
+        masks.Dilated(2**20 + 1, 2047), jnp.array([2**31 - 1]), jnp.array([2**31 - 2**20 * 2047 - 1])
+    ).all()
+    assert (masks.Dilated(2**31 - 1, 1).size, masks.Dilated(2, 2**31 - 1).dilation) == (2**31 - 1, 2**31 - 1)
 
 
 LOWEST, WIDEST = -(2**31), 2**31 - 1
 PLACES = np.array([LOWEST, LOWEST + 1, LOWEST + 6, -(2**30), -3, 0, 4, 2**30, WIDEST - 6, WIDEST - 1, WIDEST])
 ROW, COLUMN = PLACES[:, None].astype(object), PLACES[None].astype(object)
 FAR_APART = {
-    "causal": (Causal(), COLUMN <= ROW),
-    "window": (Window(5), abs(ROW - COLUMN) < 5),
-    "widest window": (Window(WIDEST), abs(ROW - COLUMN) < WIDEST),
-    "band": (Band(6), (ROW - COLUMN <= 3) & (ROW - COLUMN >= -2)),
-    "furthest": (Beyond(WIDEST), ROW - COLUMN >= WIDEST),
-    "dilated": (Dilated(4, 2), ((ROW - COLUMN) % 2 == 0) & (abs(ROW - COLUMN) < 8)),
-    "chunked": (Chunked(7), ROW // 7 == COLUMN // 7),
-    "chunks of one": (ChunksApart(1, 5), ROW - COLUMN >= 5),
-    "chunks apart": (ChunksApart(3, 0, 2), (ROW // 3 - COLUMN // 3 >= 0) & (ROW // 3 - COLUMN // 3 <= 2)),
+    "causal": (masks.Causal(), COLUMN <= ROW),
+    "window": (masks.Window(5), abs(ROW - COLUMN) < 5),
+    "widest window": (masks.Window(WIDEST), abs(ROW - COLUMN) < WIDEST),
+    "band": (masks.Band(6), (ROW - COLUMN <= 3) & (ROW - COLUMN >= -2)),
+    "furthest": (masks.Beyond(WIDEST), ROW - COLUMN >= WIDEST),
+    "dilated": (masks.Dilated(4, 2), ((ROW - COLUMN) % 2 == 0) & (abs(ROW - COLUMN) < 8)),
+    "chunked": (masks.Chunked(7), ROW // 7 == COLUMN // 7),
+    "chunks of one": (masks.ChunksApart(1, 5), ROW - COLUMN >= 5),
+    "chunks apart": (masks.ChunksApart(3, 0, 2), (ROW // 3 - COLUMN // 3 >= 0) & (ROW // 3 - COLUMN // 3 <= 2)),
 }
 
 
@@ -103,8 +90,8 @@ FAR_APART = {
 def test_distances_beyond_int32_do_not_wrap_in_pairs_and_in_tiles(name):
     mask, want = FAR_APART[name]
     here, want = jnp.asarray(PLACES, jnp.int32), want.astype(bool)
-    np.testing.assert_array_equal(materialise(mask, here, here), want)
-    np.testing.assert_array_equal(jax.jit(lambda mask: materialise(mask, here, here))(mask), want)
+    np.testing.assert_array_equal(masks.materialise(mask, here, here), want)
+    np.testing.assert_array_equal(jax.jit(lambda mask: masks.materialise(mask, here, here))(mask), want)
     bounds = masks.BlockBounds(PLACES[:-1].astype(np.int32), PLACES[1:].astype(np.int32), 2)
     some, every = mask.tiles(bounds, bounds)
     ends = np.stack([want[a : len(want) - 1 + a, b : len(want) - 1 + b] for a in (0, 1) for b in (0, 1)])
@@ -115,5 +102,10 @@ def test_distances_beyond_int32_do_not_wrap_in_pairs_and_in_tiles(name):
 def test_joined_masks_agree_in_rank():
     ids = masks.Segments(jnp.zeros((2, N), jnp.int32))
     with jax.numpy_rank_promotion("raise"):
-        for kind in (And, Or):
-            assert materialise(kind(Causal(), ids), Range(0, N), jnp.zeros((2, N), jnp.int32)).shape == (2, 1, N, N)
+        for kind in (masks.And, masks.Or):
+            assert masks.materialise(kind(masks.Causal(), ids), Range(0, N), jnp.zeros((2, N), jnp.int32)).shape == (
+                2,
+                1,
+                N,
+                N,
+            )
