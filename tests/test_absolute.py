@@ -110,22 +110,6 @@ def test_hierarchical_trains_the_parameters_of_learned():
     np.testing.assert_allclose(gradient["embedding"][:, 0], [-2 / 3, 2 / 3, 0, 1, 0, 0], atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", [Sinusoidal(), Sinusoidal("tensor2tensor", base=500.0), Learned(40), Hierarchical(5)])
-def test_a_spec_embeds_rows_of_positions(spec):
-    @jax.jit
-    def run(key, positions):
-        params = spec.init(key, SIZE)
-        mapped = jax.vmap(lambda p: spec.embed(params, p, SIZE))(positions)
-        return spec.embed(params, Range(0, 8), SIZE), spec.embed(params, positions, SIZE), mapped
-
-    flat, rows, mapped = run(jax.random.key(0), np.arange(16, dtype=np.int32).reshape(2, 8))
-    chex.assert_type([flat, rows], jnp.float32)
-    chex.assert_trees_all_close(rows[0], flat)
-    chex.assert_trees_all_close(mapped, rows, atol=1e-6)
-    assert not spec.shift_invariant
-    assert spec in {spec}
-
-
 def test_a_base_and_the_spread_of_a_table_are_those_of_the_spec():
     found = Sinusoidal("concatenated", base=500.0).embed({}, np.array([3]), 4)
     np.testing.assert_allclose(found[0, 1], np.sin(3 / 500**0.5), atol=1e-6)

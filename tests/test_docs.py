@@ -103,13 +103,6 @@ def test_the_module_pages_name_what_is_public():
         assert f"## {name}\n" in text, name
 
 
-def test_a_figure_is_drawn():
-    drawn, caption = figures.figure(PAGES["methods/sinusoidal"])
-    assert drawn.count("<path") > 4
-    assert "attention weight" in drawn
-    assert caption.startswith("The attention weights of the last of 128 tokens")
-
-
 @pytest.mark.parametrize("name", ["index.md", "decoding.md"])
 def test_the_examples_of_the_written_pages_run(name):
     names = {}

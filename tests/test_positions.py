@@ -66,14 +66,6 @@ def test_valid_tokens_are_counted_and_segments_restart(transform):
     chex.assert_type([found, rows], jnp.int32)
 
 
-def test_segments_on_a_mesh():
-    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-    segments = np.random.default_rng(1).integers(-1, 3, size=(8, 16)).astype(np.int32)
-    spec = jax.sharding.PartitionSpec("batch")
-    sharded = jax.shard_map(positions.from_segments, mesh=mesh, in_specs=spec, out_specs=spec)(segments)
-    np.testing.assert_array_equal(sharded, positions.from_segments(segments))
-
-
 @pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64"])
 def test_wide_integers_are_refused_where_known_and_stop_at_the_ends_of_int32_where_traced(dtype):
     with jax.enable_x64(dtype != "uint32"):

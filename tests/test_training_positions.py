@@ -35,14 +35,6 @@ def test_subsets_are_uniform():
     np.testing.assert_allclose(counts / len(pairs), 0.1, atol=4 * (0.09 / len(pairs)) ** 0.5)
 
 
-def test_subsets_below_a_traced_limit():
-    draw = jax.jit(sorted_subset, static_argnums=(1, 2, 3))
-    assert draw(KEY, 2, 3, 50, jnp.int32(3)).tolist() == [[0, 1, 2]] * 2
-    few = np.asarray(draw(KEY, 2000, 3, 50, jnp.int32(5)))
-    assert set(few.ravel().tolist()) == set(range(5))
-    assert (np.diff(few, axis=1) > 0).all()
-
-
 def test_randomised_ids_have_the_moments_of_order_statistics():
     """E[k-th of N] = k (Lmax + 1) / (N + 1) - 1, and the variance of order statistics without replacement."""
     n, limit, rows = 7, 30, 20_000

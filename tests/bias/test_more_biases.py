@@ -25,16 +25,6 @@ def values(spec, heads=4, q=Q, k=Q, params=None):
 total = jax.jit(accumulate)
 
 
-@pytest.mark.parametrize(("spec", "heads"), [(Sandwich(), 4), (FIRE(), 4), (ScaleInvariant(), 1)])
-def test_one_form_for_shared_and_for_batched_positions(spec, heads):
-    tile = values(spec, q=Q[:3])
-    chex.assert_shape(tile, (heads, 3, 7))
-    both = np.stack([Q, Q + 600])[:, None]
-    batched = values(spec, q=both[..., :3], k=both)
-    chex.assert_trees_all_close(batched[0], tile, atol=1e-6)
-    assert np.allclose(batched[1], tile, atol=5e-5) == spec.shift_invariant
-
-
 def sandwich_numerator(r, dbar, first, shift):
     t = np.arange(first, first + dbar // 2)
     return np.cos(np.abs(r)[..., None] * 10_000.0 ** (-2 * t / dbar)).sum(-1) - shift
