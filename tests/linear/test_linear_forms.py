@@ -132,6 +132,15 @@ def whole(v, ids, mapped):
     return linear.chunked(v=v, segment_ids=ids, chunk_size=7, **mapped)
 
 
+def test_tokens_without_ids_continue_the_document_of_the_state():
+    ids = np.full((B, T), 4)
+    head, tail = (jax.tree.map(lambda x, at=at: x[:, at], (FULL, V)) for at in (slice(10), slice(10, None)))
+    _, state = linear.chunked(v=head[1], segment_ids=ids[:, :10], **head[0])
+    out, state = recurrent(v=tail[1], state=state, **tail[0])
+    chex.assert_trees_all_close(out, whole(V, ids, FULL)[0][:, 10:], atol=1e-5)
+    np.testing.assert_array_equal(state.segment, 4)
+
+
 @pytest.mark.parametrize("form", REFERENCES)
 def test_huge_keys_neither_overflow_nor_reach_back(form):
     """exp(400) overflows float32. Queries before this key and in other documents give the same as without it."""
