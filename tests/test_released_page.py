@@ -20,14 +20,14 @@ from train.model.build import decoder_config
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/released.md").read_text(encoding="utf-8")
 SMALL = {
-    "configs/extend.yaml": ["evaluate.tasks=[]", "compare.texts=1", "compare.only=[as released, ReRoPE, LM-Infinite]"],
+    "configs/extend.yaml": ["evaluate.tasks=[]", "compare.texts=1", "compare.only=[as released, ReRoPE]"],
     "configs/released-coca.yaml": [
         *("train.length=16", "train.batch_tokens=32", "train.steps=4", "train.warmup_steps=1", "train.mesh.data=1"),
         *("monitor.evaluate_every=2", "monitor.evaluate_tokens=64"),
     ],
 }
 TEXTS = ["data.source=files", "data.paths=[books/*.txt]", "data.held_out=0.3"]
-SIZES = ["evaluate.tokens=128", "evaluate.lengths=[16, 64]", "evaluate.batch_tokens=128"]
+SIZES = ["evaluate.tokens=64", "evaluate.lengths=[64]", "evaluate.batch_tokens=64"]
 
 
 @pytest.fixture(scope="module")

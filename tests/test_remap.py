@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from masks.kinds import MIXED, tile_kinds
+from refusals import refused
 
 import posjax
 from posjax import masks
-from posjax._slots import Features
-from posjax.coca import Coca
 from posjax.masks import Causal
 from posjax.positions import Range
 from posjax.remap import DualChunk, LeakyReRoPE, LMInfinite, ReRoPE, SelfExtend, StreamingLLM, inverse_leaky
@@ -75,12 +73,6 @@ def rope_score(q, k, distance):
     half = q.shape[-1] // 2
     planes = (q[:half] + 1j * q[half:]) * np.conj(k[:half] + 1j * k[half:])
     return (planes * np.exp(1j * distance * THETA)).sum().real
-
-
-def coca_score(q, t, distance):
-    """CoCA strict: sum of t (x^2 + y^2) cos(r theta)."""
-    half = q.shape[-1] // 2
-    return (np.maximum(t, 0) * (q[:half] ** 2 + q[half:] ** 2) * np.cos(distance * THETA)).sum()
 
 
 def oracle(score, distance, q, k, positions=None):
@@ -149,16 +141,7 @@ def test_scores_and_attention_of_every_backend_are_those_of_the_effective_distan
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["rerope", "leaky", "self-extend", "dual chunk"])
-def test_any_features_can_be_taken_at_other_positions(name, inputs):
-    remap, distance, _ = METHODS[name]
-    q, k, _ = inputs
-    t = k[..., : SIZE // 2]
-    found = scores(remap, Coca("strict"), q, t, Range(0, N))
-    np.testing.assert_allclose(found, oracle(coca_score, distance, q, t), atol=2e-5)
-
-
-@pytest.mark.parametrize("name", ["leaky", "self-extend", "streaming"])
+@pytest.mark.parametrize("name", ["self-extend", "streaming"])
 def test_positions_may_differ_by_row_and_start_anywhere(name, inputs):
     remap, distance, _ = METHODS[name]
     q, k, _ = inputs
@@ -206,130 +189,6 @@ def test_leaky_distances_at_the_ends_of_int32(remap, end):
     assert exact == pytest.approx(math.cos(distance / 4), abs=2e-6)
 
 
-DYNAMIC = DynamicNTK(8)
-
-
-@pytest.mark.parametrize(
-    ("rule", "remap", "distance"),
-    [
-        (NTKAware(4.0), LeakyReRoPE(8, 4), 8 + 92 / 4),
-        (NTKAware(4.0), ReRoPE(8), 8),
-        (DYNAMIC, ReRoPE(8), 8),
-        (DYNAMIC, SelfExtend(4, 8), 25 + 8 - 2),
-    ],
-)
-def test_the_frequencies_of_the_rule_are_kept(rule, remap, distance):
-    """The first frequency is 1 under NTK too, the second is not; the current length is passed on."""
-    theta = float(rule.at_length(64, head_dim=SIZE)[0].value[1])
-    assert theta != pytest.approx(THETA[1])
-    second = np.zeros((1, 1, 1, SIZE), np.float32)
-    second[..., 1] = 1
-    given = (Rotary(rule), {}, second, second, np.array([100]), np.array([0]))
-    _, _, (branch,) = jax.jit(lambda: remap.branches(*given, head_dim=SIZE, length=64))()
-    assert np.sum(np.asarray(branch.q) * branch.k) == pytest.approx(math.cos(distance * theta), abs=2e-6)
-
-
-def test_limits():
-    q = k = np.ones((1, N, 1, SIZE), np.float32)
-    plain = np.tril(scores(ReRoPE(N), Rotary(), q, k, Range(0, N)))
-    for same in (LeakyReRoPE(5, 1), SelfExtend(1, 5), LMInfinite(N, 2), StreamingLLM(4, N - 4), DualChunk(N + 1, N)):
-        np.testing.assert_allclose(scores(same, Rotary(), q, k, Range(0, N)), plain, atol=2e-5)
-    nearly = scores(LeakyReRoPE(5, 10_000_000), Rotary(), q, k, Range(0, N))
-    np.testing.assert_allclose(nearly, scores(ReRoPE(5), Rotary(), q, k, Range(0, N)), atol=5e-5)
-
-
-def test_streaming_is_the_rolling_cache(inputs):
-    """Token by token: drop the keys between the sinks and the recent ones, number the others from 0, attend."""
-    sinks, recent = 2, 10
-    raw_q, raw_k, raw_v = (np.asarray(x, np.float64) for x in inputs)
-    cache, want = [], np.zeros((2, N, HEADS, SIZE))
-    for token in range(N):
-        if len(cache) + 1 > sinks + recent:
-            cache = cache[:sinks] + cache[len(cache) - recent + 1 :]
-        cache = [*cache, token]
-        for b, h in np.ndindex(2, HEADS):
-            last = len(cache) - 1
-            z = [rope_score(raw_q[b, token, h], raw_k[b, j, 0], last - place) for place, j in enumerate(cache)]
-            weights = np.exp(np.array(z) / math.sqrt(SIZE))
-            want[b, token, h] = weights / weights.sum() @ raw_v[b, cache, 0]
-        assert len(cache) <= sinks + recent
-    q, k, v = inputs
-    remap = StreamingLLM(sinks, recent)
-
-    @jax.jit
-    def attend(q, k, v):
-        phi, psi, branches = remap.branches(Rotary(), {}, q, k, Range(0, N), Range(0, N), head_dim=SIZE)
-        return posjax.attention(phi, psi, v, remap=branches, mask=Causal() & remap.mask())
-
-    found = attend(q, k, v)
-    np.testing.assert_allclose(found, want, atol=1e-5)
-
-
-@pytest.mark.parametrize("remap", [StreamingLLM(4, N - 4), LMInfinite(N, 10)])
-def test_short_sequences_are_left_alone(remap, inputs):
-    q, k, v = inputs
-    positions = Range(0, N)
-
-    @jax.jit
-    def both(q, k, v):
-        phi, psi, branches = remap.branches(Rotary(), {}, q, k, positions, positions, head_dim=SIZE)
-        found = posjax.attention(phi, psi, v, remap=branches, mask=Causal() & remap.mask())
-        return found, posjax.attention(phi, psi, v, mask=Causal())
-
-    chex.assert_trees_all_close(*both(q, k, v), atol=1e-6)
-    chex.assert_trees_all_equal(masks.materialise(Causal() & remap.mask(), positions, positions), np.tri(N, dtype=bool))
-
-
-def test_dual_chunk_distances():
-    """Distances are true up to w, then between w and c - 1."""
-    remap = DualChunk(64)
-    assert remap.chunk == 48
-    distance = dual_chunk(64, 48)
-    for i, j in np.ndindex(200, 200):
-        if j <= i:
-            found = distance(i, j)
-            assert found == i - j if i - j <= 16 else 16 <= found <= 63
-
-
-def branches_over(remap, positions, size):
-    """The branches of identical tokens."""
-    q = jnp.ones((1, positions.length, 1, size))
-    return remap.branches(Rotary(), {}, q, q, positions, positions, head_dim=size)[2]
-
-
-@methods
-def test_only_tiles_on_a_boundary_compute_several_scores(name):
-    remap, _, _ = METHODS[name]
-    length, block = 120, 5
-    positions = Range(0, length)
-
-    @jax.jit
-    def kinds_and_tiles():
-        found = []
-        for branch in branches_over(remap, positions, SIZE):
-            whole = masks.materialise(branch.mask, positions, positions)
-            found.append((tile_kinds(branch.mask, positions, positions, block, block), whole))
-        return found
-
-    for kinds, whole in jax.device_get(kinds_and_tiles()):
-        tiles = whole.reshape(24, block, 24, block).swapaxes(1, 2)
-        mixed = tiles.any((2, 3)) & ~tiles.all((2, 3))
-        np.testing.assert_array_equal(kinds == MIXED, mixed)
-
-
-def test_a_window_has_two_diagonals_of_boundary_tiles():
-    positions = Range(0, 4096)
-
-    @partial(jax.jit, static_argnums=0)
-    def kinds(window):
-        (branch,) = branches_over(ReRoPE(window), positions, 2)
-        return tile_kinds(Causal() & branch.mask, positions, positions, 64, 64)
-
-    assert (np.asarray(kinds(1000)) == MIXED).sum() == 2 * (4096 - 1000) // 64 + 1
-    # A window that ends on a tile's edge crosses one diagonal only.
-    assert (np.asarray(kinds(1024)) == MIXED).sum() == (4096 - 1024) // 64
-
-
 @methods
 def test_shift_invariance_is_declared_correctly(name, inputs):
     remap, _, _ = METHODS[name]
@@ -362,68 +221,53 @@ def test_gradients_reach_both_branches(inputs):
     assert np.abs(dk[:, 0]).min() > 0
 
 
-def test_dtype_is_kept(inputs):
+@pytest.mark.parametrize(
+    ("rule", "remap", "distance"),
+    [(NTKAware(4.0), LeakyReRoPE(8, 4), 8 + 92 / 4), (DynamicNTK(8), SelfExtend(4, 8), 25 + 8 - 2)],
+)
+def test_the_frequencies_of_the_rule_are_kept(rule, remap, distance):
+    """The first frequency is 1 under NTK too, the second is not; the current length is passed on."""
+    theta = float(rule.at_length(64, head_dim=SIZE)[0].value[1])
+    assert theta != pytest.approx(THETA[1])
+    second = np.zeros((1, 1, 1, SIZE), np.float32)
+    second[..., 1] = 1
+    given = (Rotary(rule), {}, second, second, np.array([100]), np.array([0]))
+    _, _, (branch,) = jax.jit(lambda: remap.branches(*given, head_dim=SIZE, length=64))()
+    assert np.sum(np.asarray(branch.q) * branch.k) == pytest.approx(math.cos(distance * theta), abs=2e-6)
+
+
+@methods
+def test_a_method_keeps_dtypes_and_is_for_causal_attention(name, inputs):
+    remap, _, _ = METHODS[name]
     q, k = (x.astype(jnp.bfloat16) for x in inputs[:2])
-    for remap, _, _ in METHODS.values():
-        run = partial(remap.branches, Rotary(), {}, head_dim=SIZE)
-        phi, psi, branches = jax.eval_shape(lambda run=run: run(q, k, *[Range(0, N)] * 2))
-        chex.assert_type(jax.tree.leaves((phi, psi, [(branch.q, branch.k) for branch in branches])), q.dtype)
+    run = partial(remap.branches, Rotary(), {}, head_dim=SIZE)
+    phi, psi, branches = jax.eval_shape(lambda: run(q, k, *[Range(0, N)] * 2))
+    chex.assert_type(jax.tree.leaves((phi, psi, [(branch.q, branch.k) for branch in branches])), q.dtype)
+    assert "causal" in remap.one_sided
+    refused("features", lambda: remap.check(None))
+    refused("XPos", lambda: remap.check(XPos()))
+    refused("positions", lambda: remap.check(Rotary(Axial())))
 
 
-def test_specs_are_static_and_say_what_they_are():
-    for remap, _, _ in METHODS.values():
-        assert remap in {remap}
-        assert "causal" in remap.one_sided
-    assert inverse_leaky(512, 8) == LeakyReRoPE(128, 1 / 16)
-    assert inverse_leaky(480, 3) == LeakyReRoPE(120, 1 / 6)
-    assert inverse_leaky(32, 1) == LeakyReRoPE(8, 1 / 2)
-    assert DualChunk(4096).chunk == 3072
+def test_leaky_rerope_refuses_a_rule_that_reads_the_length():
+    refused("length", lambda: LeakyReRoPE(8).check(Rotary(DynamicNTK(8))))
 
 
-def test_the_limits_of_windows_and_chunks_are_allowed():
-    assert LeakyReRoPE(1, 2**31).factor == 2**31
-    assert [DualChunk(16, chunk).chunk for chunk in (8, 15)] == [8, 15]
+def test_sizes_that_follow_from_others():
+    assert [inverse_leaky(512, 8), inverse_leaky(480, 3)] == [LeakyReRoPE(128, 1 / 16), LeakyReRoPE(120, 1 / 6)]
+    assert [DualChunk(4096).chunk, DualChunk(16, 8).chunk, LeakyReRoPE(1, 2**31).factor] == [3072, 8, 2**31]
 
 
-REFUSED = {
-    "window must be positive": [lambda: ReRoPE(0), lambda: LeakyReRoPE(-1), lambda: SelfExtend(1, 0)],
-    "factor must be positive": [lambda: LeakyReRoPE(8, 0)],
-    "factor must be finite": [lambda: LeakyReRoPE(8, math.inf)],
-    r"must be whole, found 20 and 0.0625; the nearest window is 16": [lambda: LeakyReRoPE(20, 1 / 16)],
-    r"the nearest window is 126": [lambda: inverse_leaky(512, 9)],
-    r"found 3 and 0.0625; the nearest window is 16": [lambda: LeakyReRoPE(3, 1 / 16)],
-    r"found 8 and 0.015625; the nearest window is 64": [lambda: LeakyReRoPE(8, 1 / 64)],
-    "factor times window must fit in int32": [lambda: LeakyReRoPE(1, 2**31 + 1)],
-    "length must be a multiple of 4": [lambda: inverse_leaky(510, 8), lambda: DualChunk(510)],
-    "extension must be a number of at least 1": [lambda: inverse_leaky(512, 0.5)],
-    "group must be positive": [lambda: SelfExtend(0, 8)],
-    "window must be a multiple of group=8, found 20; the nearest is 16": [lambda: SelfExtend(8, 20)],
-    "window must be a multiple of group=8, found 3; the nearest is 8": [lambda: SelfExtend(8, 3)],
-    "n_local must be positive": [lambda: LMInfinite(0)],
-    "n_global must be positive": [lambda: LMInfinite(8, 0)],
-    "first must be positive": [lambda: StreamingLLM(0)],
-    "recent must be positive": [lambda: StreamingLLM(4, 0)],
-    "chunk must be at least half of length=16 and below it": [lambda: DualChunk(16, 7), lambda: DualChunk(16, 16)],
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_refusals(message):
-    for make in REFUSED[message]:
-        with pytest.raises(ValueError, match=message):
-            make()
-
-
-def test_refused_features():
-    for features, message in (
-        (None, "no features read them"),
-        (XPos(), "the decay of XPos"),
-        (Rotary(Axial()), "positions on one axis, but the features have 2"),
-    ):
-        for remap, _, _ in METHODS.values():
-            with pytest.raises(ValueError, match=message):
-                remap.check(features)
-    with pytest.raises(ValueError, match="reads the current length"):
-        LeakyReRoPE(8).check(Rotary(DYNAMIC))
-    with pytest.raises(ValueError, match="LeakyReRoPE stretches a frequency rule, but Features has none"):
-        LeakyReRoPE(8).check(Features())
+@pytest.mark.parametrize(
+    ("make", "window", "nearest"),
+    [
+        (lambda window: LeakyReRoPE(window, 1 / 16), 20, 16),
+        (lambda window: LeakyReRoPE(window, 1 / 64), 8, 64),
+        (lambda window: SelfExtend(8, window), 20, 16),
+        (lambda window: SelfExtend(8, window), 3, 8),
+    ],
+)
+def test_a_window_that_does_not_fit_is_refused_with_the_nearest_that_does(make, window, nearest):
+    with pytest.raises(ValueError, match=f"window .*found {window}.*; the nearest.* is {nearest}$"):
+        make(window)
+    assert make(nearest).window == nearest

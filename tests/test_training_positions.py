@@ -1,21 +1,16 @@
+"""Drawn positions: their distributions against closed forms, and what they give in evaluation."""
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.training_positions import RULES, ClexPositions, EqualMean, PoSE, Randomised, sorted_subset
+from posjax.training_positions import ClexPositions, EqualMean, PoSE, Randomised, sorted_subset
 
 KEY = jax.random.key(0)
-EXAMPLES = [
-    Randomised(64),
-    EqualMean(),
-    EqualMean("beta"),
-    ClexPositions(8, 4),
-    ClexPositions(4, 4),
-    PoSE(64),
-    PoSE(64, chunks=3),
-]
+EXAMPLES = [Randomised(64), EqualMean("beta"), ClexPositions(8, 4), ClexPositions(4, 4), PoSE(64, chunks=3)]
+NOTHING = (None, None, None)
 
 
 @pytest.mark.parametrize("rule", EXAMPLES, ids=repr)
@@ -27,61 +22,40 @@ def test_drawn_is_a_pure_function_of_the_key(rule):
     values = eager.positions if eager.coordinates is None else eager.coordinates[..., 0]
     chex.assert_shape(values, (3, 8))
     chex.assert_type(values, jnp.int32 if eager.coordinates is None else jnp.float32)
-    assert (eager.positions is None) != (eager.coordinates is None)
     assert (np.diff(values, axis=1) > 0).all(), "causal order"
     assert not np.array_equal(values[0], values[1]), "rows differ"
-    assert hash(rule) == hash(type(rule)(**vars(rule)))
+    assert rule in {type(rule)(**vars(rule))}
 
 
 def test_subsets_are_uniform():
     """Each of the 10 subsets of two out of five ids comes up equally often."""
     pairs = np.asarray(sorted_subset(KEY, 20_000, 2, 5))
-    chex.assert_type(sorted_subset(KEY, 1, 2, 5), jnp.int32)
     kinds, counts = np.unique(pairs @ [10, 1], return_counts=True)
     assert len(kinds) == 10
     np.testing.assert_allclose(counts / len(pairs), 0.1, atol=4 * (0.09 / len(pairs)) ** 0.5)
 
 
-def test_subsets_below_a_traced_limit():
-    draw = jax.jit(sorted_subset, static_argnums=(1, 2, 3))
-    assert draw(KEY, 2, 3, 50, jnp.int32(3)).tolist() == [[0, 1, 2]] * 2
-    few = np.asarray(draw(KEY, 2000, 3, 50, jnp.int32(5)))
-    assert set(few.ravel().tolist()) == set(range(5))
-    assert (np.diff(few, axis=1) > 0).all()
-    with pytest.raises(ValueError, match="count must be from 0 to size=5, found 6"):
-        sorted_subset(KEY, 1, 6, 5)
-
-
-def test_randomised_ids_have_the_mean_of_order_statistics():
+def test_randomised_ids_have_the_moments_of_order_statistics():
     """E[k-th of N] = k (Lmax + 1) / (N + 1) - 1, and the variance of order statistics without replacement."""
     n, limit, rows = 7, 30, 20_000
     ids = np.asarray(Randomised(limit).draw(KEY, rows, n).positions)
     k = np.arange(1, n + 1)
-    mean = k * (limit + 1) / (n + 1) - 1
     variance = k * (n + 1 - k) * (limit + 1) * (limit - n) / ((n + 1) ** 2 * (n + 2))
+    mean = k * (limit + 1) / (n + 1) - 1
     np.testing.assert_allclose(ids.mean(0), mean, atol=4 * (variance.max() / rows) ** 0.5)
     np.testing.assert_allclose(ids.var(0), variance, rtol=0.05)
 
 
-@pytest.mark.parametrize(("limit", "length"), [(2048, 40), (2048, 500), (2048, 2048), (31, 7), (5, 5), (9, 1)])
-def test_randomised_even_ids_in_evaluation(limit, length):
-    found = Randomised(limit).evaluate(length)
-    assert found.coordinates is None
-    assert found.length is None
-    ids = np.asarray(found.positions)
-    chex.assert_shape(ids, (length,))
-    expected = [k * (limit + 1) // (length + 1) - 1 for k in range(1, length + 1)]
-    assert ids.tolist() == expected
-    assert ids[0] >= 0
-    assert ids[-1] < limit
-    assert (np.diff(ids) > 0).all()
+@pytest.mark.parametrize(("limit", "length"), [(2048, 500), (31, 7), (5, 5), (9, 1)])
+def test_randomised_ids_are_even_in_evaluation(limit, length):
+    ids, *others = Randomised(limit).evaluate(length)
+    assert others == [None, None]
+    assert ids.tolist() == [k * (limit + 1) // (length + 1) - 1 for k in range(1, length + 1)]
 
 
-def test_randomised_random_ids_in_evaluation():
+def test_randomised_ids_may_be_random_in_evaluation():
     rule = Randomised(64, test="random")
     chex.assert_trees_all_equal(rule.evaluate(8, key=KEY, batch=3), rule.draw(KEY, 3, 8))
-    with pytest.raises(ValueError, match="pass key="):
-        rule.evaluate(8)
 
 
 @pytest.mark.parametrize(
@@ -94,28 +68,22 @@ def test_equal_mean_grids(rule, variance):
     """Rows are grids from 0 whose mean is 0, 1, 2, ...; the step has the distribution's variance and support."""
     rows = 20_000
     grids = np.asarray(rule.draw(KEY, rows, 5).coordinates, np.float64)
-    chex.assert_shape(grids, (rows, 5, 1))
     step = grids[:, 1:2]
     np.testing.assert_allclose(grids, step * np.arange(5)[None, :, None], rtol=1e-6)
     np.testing.assert_allclose(step.mean(), 1, atol=4 * (variance / rows) ** 0.5)
     np.testing.assert_allclose(step.var(), variance, rtol=0.1)
-    if rule.distribution == "beta":
-        assert step.max() <= rule.factor
-    assert rule.evaluate(9) == (None, None, None)
+    assert rule.distribution != "beta" or step.max() <= rule.factor
+    assert rule.evaluate(9) == NOTHING
 
 
 def test_clex_ids_keep_both_ends_of_a_longer_text():
     rule, seen = ClexPositions(original_length=6, max_factor=4), {}
     draw = jax.jit(rule.draw, static_argnums=(1, 2))
     for seed in range(400):
-        ids, coordinates, length = draw(jax.random.key(seed), 2, 6)
-        assert coordinates is None
-        chex.assert_type(length, jnp.int32)
-        chex.assert_shape(length, ())
+        ids, _, length = draw(jax.random.key(seed), 2, 6)
         factor, left = divmod(int(length), 6)
         assert left == 0
-        assert ids[:, 0].tolist() == [0, 0]
-        assert ids[:, -1].tolist() == [6 * factor - 1] * 2
+        assert ids[:, [0, -1]].tolist() == [[0, 6 * factor - 1]] * 2
         seen.setdefault(factor, []).append(np.asarray(ids))
     assert sorted(seen) == [1, 2, 3, 4]
     assert all(60 < len(drawn) < 140 for drawn in seen.values()), "uniform over factors"
@@ -127,13 +95,12 @@ def test_clex_ids_keep_both_ends_of_a_longer_text():
 
 def test_clex_rows_of_several_original_lengths():
     """Rows of 3 L tokens: positions are multiples of 1/3 below t L, and the current length is t L."""
-    ids, coordinates, length = ClexPositions(original_length=4, max_factor=4).draw(KEY, 2, 12)
-    assert ids is None
-    chex.assert_shape(coordinates, (2, 12, 1))
+    _, coordinates, length = ClexPositions(original_length=4, max_factor=4).draw(KEY, 2, 12)
     values = np.asarray(coordinates[..., 0], np.float64)
     np.testing.assert_allclose(values * 3, np.round(values * 3), atol=1e-5)
     np.testing.assert_allclose(values[:, -1], int(length) - 1 / 3, rtol=1e-6)
-    assert ClexPositions(4).evaluate(99) == (None, None, None)
+    assert ClexPositions(4).evaluate(99) == NOTHING
+    assert ClexPositions(original_length=2**31 - 1, max_factor=1).max_factor == 1
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
@@ -147,54 +114,6 @@ def test_pose_moves_chunks_ahead(chunks):
     assert set((ids[:, -1] - length + 1).tolist()) == set(range(limit - length + 1))
     if chunks == 2:
         assert set(np.nonzero(jumps)[1].tolist()) == set(range(length - 1))
-        skips = jumps.sum(1)
-        np.testing.assert_allclose(skips.mean(), 7, atol=4 * (((15**2 - 1) / 12) / rows) ** 0.5)
+        np.testing.assert_allclose(jumps.sum(1).mean(), 7, atol=4 * (((15**2 - 1) / 12) / rows) ** 0.5)
     assert PoSE(limit).draw(KEY, 1, limit).positions.tolist() == [list(range(limit))]
-    assert PoSE(limit).evaluate(99) == (None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("randomised", {"max_length": 0}, "max_length must be positive"),
-        ("randomised", {"max_length": 2**31}, "fit in int32"),
-        ("randomised", {"test": "evn"}, "did you mean 'even'"),
-        ("equal-mean", {"distribution": "normal"}, "distribution: unknown value 'normal'"),
-        ("equal-mean", {"factor": 1.0}, "factor must be above 1"),
-        ("equal-mean", {"alpha": 0}, "alpha must be positive"),
-        ("clex", {"original_length": 0}, "original_length must be positive"),
-        ("clex", {"original_length": 2**28}, "fit in int32"),
-        ("clex", {"original_length": 8, "max_factor": 0.5}, "max_factor must be positive and whole"),
-        ("pose", {"max_length": 8, "chunks": 1}, "chunks must be 2 or more"),
-        ("pose", {"max_length": -1}, "max_length must be positive"),
-    ],
-)
-def test_bad_rules_are_refused(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        RULES[name](**options)
-
-
-def test_the_largest_reach_is_the_last_int32():
-    assert ClexPositions(original_length=2**31 - 1, max_factor=1).max_factor == 1
-
-
-@pytest.mark.parametrize(
-    ("rule", "batch", "length", "message"),
-    [
-        (Randomised(8), 1, 9, "length 9 is above max_length=8"),
-        (PoSE(8), 1, 9, "length 9 is above max_length=8"),
-        (PoSE(8, chunks=3), 1, 2, "length must be at least 3"),
-        (ClexPositions(8), 1, 1, "length must be at least 2"),
-        (EqualMean(), 0, 4, "batch must be positive"),
-        (EqualMean(), 1, 0, "length must be positive"),
-    ],
-    ids=repr,
-)
-def test_rows_that_do_not_fit_are_refused(rule, batch, length, message):
-    with pytest.raises(ValueError, match=message):
-        rule.draw(KEY, batch, length)
-
-
-def test_even_ids_refuse_more_tokens_than_ids():
-    with pytest.raises(ValueError, match="fewer ids than tokens"):
-        Randomised(8).evaluate(9)
+    assert PoSE(limit).evaluate(99) == NOTHING

@@ -3,20 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.masks import (
-    Band,
-    Beyond,
-    Causal,
-    Chunked,
-    ChunksApart,
-    Dilated,
-    FirstTokens,
-    GlobalFirst,
-    Globals,
-    Prefix,
-    Segments,
-    Window,
-)
+from posjax import masks
 
 N = 24
 ROW, COLUMN = np.mgrid[:N, :N]
@@ -32,28 +19,31 @@ def dilated(size, *steps):
 
 
 CASES = {
-    "causal": (Causal(), COLUMN <= ROW),
-    "window": (Window(5), abs(ROW - COLUMN) < 5),
-    "causal window": (Causal() & Window(5), (COLUMN <= ROW) & (ROW - COLUMN < 5)),
-    "sinks": (FirstTokens(3), COLUMN < 3),
-    "lambda": (Causal() & (Window(4) | FirstTokens(2)), (COLUMN <= ROW) & ((ROW - COLUMN < 4) | (COLUMN < 2))),
-    "chunked": (Causal() & Chunked(7), (COLUMN <= ROW) & (ROW // 7 == COLUMN // 7)),
-    "odd band": (Band(5), abs(DISTANCE) <= 2),
-    "even band": (Band(6), (DISTANCE <= 3) & (DISTANCE >= -2)),
-    "beyond": (Beyond(5), DISTANCE >= 5),
-    "previous chunk": (ChunksApart(7, 1, 1), CHUNKS == 1),
-    "older chunks": (ChunksApart(7, 2), CHUNKS >= 2),
-    "dilated": (Dilated(3, 4), dilated(3, 4)[0]),
-    "dilated heads": (Dilated(4, (1, 2, 5)), dilated(4, 1, 2, 5)[None]),
-    "global first": (GlobalFirst(2), (ROW < 2) | (COLUMN < 2)),
-    "window and global": (Window(3) | GlobalFirst(2), (abs(DISTANCE) < 3) | (ROW < 2) | (COLUMN < 2)),
-    "globals": (Globals(jnp.asarray(FLAGS)), EITHER[:, None]),
+    "causal": (masks.Causal(), COLUMN <= ROW),
+    "window": (masks.Window(5), abs(ROW - COLUMN) < 5),
+    "causal window": (masks.Causal() & masks.Window(5), (COLUMN <= ROW) & (ROW - COLUMN < 5)),
+    "sinks": (masks.FirstTokens(3), COLUMN < 3),
+    "lambda": (
+        masks.Causal() & (masks.Window(4) | masks.FirstTokens(2)),
+        (COLUMN <= ROW) & ((ROW - COLUMN < 4) | (COLUMN < 2)),
+    ),
+    "chunked": (masks.Causal() & masks.Chunked(7), (COLUMN <= ROW) & (ROW // 7 == COLUMN // 7)),
+    "odd band": (masks.Band(5), abs(DISTANCE) <= 2),
+    "even band": (masks.Band(6), (DISTANCE <= 3) & (DISTANCE >= -2)),
+    "beyond": (masks.Beyond(5), DISTANCE >= 5),
+    "previous chunk": (masks.ChunksApart(7, 1, 1), CHUNKS == 1),
+    "older chunks": (masks.ChunksApart(7, 2), CHUNKS >= 2),
+    "dilated": (masks.Dilated(3, 4), dilated(3, 4)[0]),
+    "dilated heads": (masks.Dilated(4, (1, 2, 5)), dilated(4, 1, 2, 5)[None]),
+    "global first": (masks.GlobalFirst(2), (ROW < 2) | (COLUMN < 2)),
+    "window and global": (masks.Window(3) | masks.GlobalFirst(2), (abs(DISTANCE) < 3) | (ROW < 2) | (COLUMN < 2)),
+    "globals": (masks.Globals(jnp.asarray(FLAGS)), EITHER[:, None]),
     "longformer": (
-        Segments(jnp.asarray(IDS)) & (Dilated(3, (1, 2)) | Globals(jnp.asarray(FLAGS))),
+        masks.Segments(jnp.asarray(IDS)) & (masks.Dilated(3, (1, 2)) | masks.Globals(jnp.asarray(FLAGS))),
         SAME[:, None] & (dilated(3, 1, 2)[None] | EITHER[:, None]),
     ),
-    "prefix": (Causal() | Prefix(6), (COLUMN <= ROW) | ((ROW < 6) & (COLUMN < 6))),
-    "segments": (Segments(jnp.asarray(IDS)), SAME[:, None]),
-    "packed": (Causal() & Segments(jnp.asarray(IDS)), SAME[:, None] & (COLUMN <= ROW)),
-    "either": (Segments(jnp.asarray(IDS)) | FirstTokens(1), SAME[:, None] | (COLUMN < 1)),
+    "prefix": (masks.Causal() | masks.Prefix(6), (COLUMN <= ROW) | ((ROW < 6) & (COLUMN < 6))),
+    "segments": (masks.Segments(jnp.asarray(IDS)), SAME[:, None]),
+    "packed": (masks.Causal() & masks.Segments(jnp.asarray(IDS)), SAME[:, None] & (COLUMN <= ROW)),
+    "either": (masks.Segments(jnp.asarray(IDS)) | masks.FirstTokens(1), SAME[:, None] | (COLUMN < 1)),
 }
