@@ -42,8 +42,6 @@ NOT_SHIFT_INVARIANT = (
     "sinusoidal learned hierarchical coca-slack fire chunked longformer self-extend lm-infinite streaming dual-chunk "
     "llama4 performer"
 )
-
-
 BY_DEFAULT = ("rope", "learned", *GROUPS)
 
 
@@ -169,7 +167,6 @@ def test_blockwise_and_default_arguments_equal_dense_and_explicit_ones(name):
 
 BOTH_WAYS = {
     "rope + log n": pj.scheme("rope", scale=scales.LogN(length=4, minimum=1)),
-    "alibi": pj.scheme("alibi", symmetric=True),
     "t5": pj.scheme("t5", num_buckets=8, max_distance=12, bidirectional=True),
     "coca-slack + window": pj.scheme("coca-slack", mask=masks.Window(4)),
 }
@@ -187,6 +184,12 @@ def test_bidirectional_packed_equals_separate_and_sees_both_sides(name):
     changed = tokens.at[2, 3].set((tokens[2, 3] + 1) % VOCAB)
     after, _ = run(settings, (changed, positions, segments))
     assert (np.abs(after[2, :6] - wanted[2, :6]).max(-1) > 1e-5).all()
+
+
+def test_a_bidirectional_scale_counts_the_whole_row():
+    settings = config(BOTH_WAYS["rope + log n"], causal=False)
+    model, (tokens, *_) = nnx.merge(*made(settings)), separate()
+    assert_same(logits_of(model, tokens[2:]), run(settings, separate())[0][2:])
 
 
 # --- length, and other schemes over the same parameters ---------------------------------------------------------------

@@ -428,15 +428,6 @@ def test_captured_parameters_include_those_that_layers_share():
 # --- specs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_hidden_units_of_large_numbers(name):
-    """Far larger than the hidden units of random models."""
-    gate, up = np.random.default_rng(0).normal(0, 9, (2, 200))
-    parts = [gate, up] if ACTIVATIONS[name].gated else [up]
-    got = ACTIVATIONS[name].hidden(*(jnp.asarray(part, jnp.float32) for part in parts))
-    assert_close(np.asarray(got), HIDDEN[name](*parts))
-
-
 @pytest.mark.parametrize("spec", [Norm(eps=0.5, unit_offset=True), Norm("layer"), LAYER], ids=str)
 def test_a_norm_alone_starts_without_effect_of_its_gain_and_bias(spec):
     """The gain multiplies by 1 and the bias adds 0, also with a unit offset."""

@@ -8,7 +8,7 @@ from refusals import refused
 from released_models import GPT2, LENGTH, TEXT, VOCABULARY, few_steps, with_changes, write_released
 
 import posjax as pj
-from posjax import rotary
+from posjax import norms, rotary
 from posjax.nn import from_pretrained
 from train import cli
 from train.compare.compare import compare
@@ -92,10 +92,9 @@ def test_a_tokenizer_of_another_kind_beside_the_model_is_named(tiny, capsys):
 
 def test_what_cannot_be_trained_is_refused(tmp_path):
     """CoCA has no place for norms of queries and keys, which Qwen3 has, nor for channels that do not rotate."""
-    for name, scheme in (
-        ("qwen3", pj.scheme("qwen3", base=500.0)),
-        ("half", pj.Scheme(features=rotary.Rotary(rotary.Plain(500.0, partial_rotary_factor=0.5)))),
-    ):
+    normed = pj.Scheme(features=rotary.Rotary(rotary.Plain(500.0)), norm=norms.QKNorm(eps=1e-5))
+    half = pj.Scheme(features=rotary.Rotary(rotary.Plain(500.0, partial_rotary_factor=0.5)))
+    for name, scheme in (("qwen3", normed), ("half", half)):
         (tmp_path / name).mkdir()
         write_released(tmp_path / name, scheme=scheme)
     values = few_steps(tmp_path / "qwen3", tmp_path)

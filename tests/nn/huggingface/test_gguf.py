@@ -32,33 +32,12 @@ VALUES = {key: value for key, value in released.LLAMA.items() if key != "head_di
 }
 PLAIN = released.tensor_shapes(VALUES)
 TOKENS = np.random.default_rng(0).integers(3, released.VOCAB, (2, 24))
-NAMES = {
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, VALUES["num_hidden_layers"])
 
 
 def pairs(rows, heads):
     """The rows of queries and keys as llama.cpp's convert_hf_to_gguf.py orders them: halves become pairs."""
     return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
-
-
-def llama_cpp_name(name):
-    parts = name.removeprefix("model.").removesuffix(".weight")
-    if not parts.startswith("layers."):
-        return f"{NAMES[parts]}.weight"
-    _, layer, inner = parts.split(".", 2)
-    return f"blk.{layer}.{NAMES[inner]}.weight"
 
 
 def random_tensors(values):
@@ -97,7 +76,7 @@ def write(path, values=VALUES, tensors=None, kind=F32, more=None, edit=lambda wr
         head_count = next((count for part, count in heads.items() if part in name), None)
         content, raw, held[name] = stored(tensor, kind)
         content = content if head_count is None else pairs(content, head_count)
-        writer.add_tensor(llama_cpp_name(name), np.ascontiguousarray(content), raw_dtype=raw)
+        writer.add_tensor(NAMES.get_name(name, (".weight",)), np.ascontiguousarray(content), raw_dtype=raw)
     for name, tensor in (more or {}).items():
         writer.add_tensor(name, tensor)
     edit(writer)
