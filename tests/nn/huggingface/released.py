@@ -119,32 +119,6 @@ def random_decoder(values: dict, seed: int = 0, dtype: str = "float32", **change
     )
 
 
-PROMPT, NEW = 6, 20
-"""Tokens of a prompt, and those that are picked after it."""
-
-
-def pick(model, cache, logits):
-    """The cache and the logits after the likeliest token, and that token."""
-    token = logits[:, -1:].argmax(-1)
-    logits, cache = model.decode(token, cache, length=PROMPT + NEW)
-    return (cache, logits), token[:, 0]
-
-
-def logits_and_greedy_tokens(decoder, tokens):
-    """Logits of whole rows, and the tokens that the decoder picks after a prompt with its cache: one program."""
-    graph, state = nnx.split(decoder)
-
-    @jax.jit
-    def run(state, tokens):
-        model = nnx.merge(graph, state)
-        cache = model.init_cache(len(tokens), PROMPT + NEW, chunk=PROMPT)
-        logits, cache = model.decode(tokens[:, :PROMPT], cache, length=PROMPT + NEW)
-        kept = cache, logits[:, -1:]
-        return model(tokens), jax.lax.scan(lambda kept, _: pick(model, *kept), kept, length=NEW)[1].T
-
-    return jax.device_get(run(state, jnp.asarray(tokens)))
-
-
 def parameters(decoder: Decoder) -> dict:
     return nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 

@@ -119,20 +119,6 @@ def test_every_shard_is_that_of_one_device_and_the_files_are_the_same(case, spli
     assert_same_files(tmp_path / "back", folder)
 
 
-@pytest.mark.parametrize(
-    ("case", "split"), [("llama", "grid"), pytest.param("gemma3", "fsdp", marks=pytest.mark.wide)], indirect=["case"]
-)
-def test_a_split_model_gives_the_logits_and_the_greedy_text_of_one_device(case, split):
-    _, folder, one = case
-    tokens = np.random.default_rng(0).integers(3, 100, (2, 40))
-    wanted, wanted_text = released.logits_and_greedy_tokens(one, tokens)
-    with jax.set_mesh(mesh()):
-        split_model = from_pretrained(folder, sharding=sharding(split))
-        found, found_text = released.logits_and_greedy_tokens(split_model, tokens)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found_text, wanted_text)
-
-
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_mesh_may_be_in_use(kind, tmp_path):
     """Also when the model is read onto one device, which is the default one."""

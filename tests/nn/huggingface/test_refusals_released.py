@@ -76,8 +76,6 @@ CONFIGS = [
     ("per_layer_config", "llama", {"per_layer_config": {"0": {}}}),
     ("layer_types", "gemma2", {"layer_types": [FULL]}),
     ("layer_types", "gemma2", {"layer_types": [FULL, FULL, "chunked_attention"]}),
-    ("layer_types", "smollm3", {"layer_types": [FULL]}),
-    ("layer_types", "qwen2", {"layer_types": [FULL]}),
     ("layer_types", "qwen2", {"use_sliding_window": False, "layer_types": [SLIDING] * 3}),
     ("layer_types", "mistral", {"layer_types": [SLIDING, FULL]}),
     ("layer_types", "gemma2", {"layer_types": "full_attention"}),
@@ -90,7 +88,6 @@ CONFIGS = [
     ("num_ln_in_parallel_attn", "falcon-7b", {"num_ln_in_parallel_attn": 2}),
     ("attn_config.clip_qkv", "mpt", {"attn_config": {"alibi": True, "clip_qkv": 6.0}}),
     ("attn_config.alibi", "mpt", {"attn_config": {"alibi": False}}),
-    ("attn_config.alibi_bias_max", "mpt", {"attn_config": {"alibi": True, "alibi_bias_max": 4}}),
     ("attn_config", "mpt", {"attn_config": []}),
     ("no_bias", "mpt", {"no_bias": False}),
     ("expansion_ratio", "mpt", {"expansion_ratio": 2}),
@@ -114,9 +111,7 @@ CONFIGS = [
     ("hidden_size", "llama", {"hidden_size": "64"}),
     ("rms_norm_eps", "mistral", {"rms_norm_eps": None}),
     ("tie_word_embeddings", "llama", {"tie_word_embeddings": "no"}),
-    ("rope_parameters", "llama", {"rope_parameters": [1]}),
     ("base", "qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}),
-    ("vocab_size", "gemma3_text", {"vocab_size": 2**63}),
     ("sliding_window_pattern", "gemma3_text", {"layer_types": None, "sliding_window_pattern": 2**63}),
 ]
 

@@ -96,16 +96,3 @@ def test_on_a_mesh_of_four_it_needs_little_memory_beside_its_arrays(folder, tmp_
     print(found)
     assert found["arrays"] > 500e6
     assert max(found["read"], found["write"]) < 2 * 4 * 49152 * 576
-
-
-def test_the_tokenizer_is_that_of_transformers(folder):
-    import transformers
-    from tokenizers import Tokenizer
-
-    path, name = os.path.split(FILE)
-    wanted = transformers.AutoTokenizer.from_pretrained(path, gguf_file=name)
-    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    for text in ("In 2024, 135 million.", "  def f(x):\n\treturn x**2  # élan", "<|im_start|>user\nHi<|im_end|>"):
-        ids = found.encode(text, add_special_tokens=False).ids
-        assert ids == wanted(text, add_special_tokens=False)["input_ids"], text
-        assert found.decode(ids, skip_special_tokens=False) == text
