@@ -109,14 +109,12 @@ CASES: dict[str, dict] = {
 }
 
 
-def random_decoder(values: dict, seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
+def random_decoder(values: dict, **changes) -> Decoder:
     """A decoder for these values of ``config.json``, with random normal parameters, also for biases and gains."""
     config = read_config(values | changes)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    draw = np.random.default_rng(seed)
-    return nnx.merge(
-        graph, jax.tree.map(lambda leaf: jnp.asarray(draw.normal(0, 0.2, leaf.shape).astype(dtype)), state)
-    )
+    draw = np.random.default_rng(0)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(draw.normal(0, 0.2, leaf.shape), leaf.dtype), state))
 
 
 def parameters(decoder: Decoder) -> dict:
