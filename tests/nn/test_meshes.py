@@ -120,9 +120,9 @@ PLACEMENTS = {
     "ulysses": ((2, 4, 1), Placement(("data",), "context", None, "ulysses")),
     "auto": ((2, 2, 2), Placement(("data",), "context", "tensor", "auto", Layout("zigzag", 2))),
 }
-PAIRS = [("rope", "ring, zigzag"), ("window", "neighbour or ring")]
+PAIRS = [("rope", "ring, zigzag")]
 MORE_PAIRS = [("rope", "ulysses"), ("t5, fox", "ring, zigzag"), ("hwfa", "neighbour or ring")]
-MORE_PAIRS += [(name, "auto") for name in ("coca-slack", "rerope", "learned-sinks", "ssmax", "cope")]
+MORE_PAIRS += [(name, "auto") for name in ("coca-slack", "rerope", "learned-sinks", "ssmax", "window", "cope")]
 
 
 @pytest.mark.parametrize(
