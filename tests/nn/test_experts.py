@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import posjax as pj
 from posjax.attention.sharded import Placement
@@ -44,11 +45,6 @@ def random_parameters(module, config=CONFIG):
     return jax.tree.map_with_path(random, shapes(module, config)[1])
 
 
-@pytest.fixture(scope="module")
-def parameters():
-    return random_parameters(Decoder)
-
-
 def gradients_of(graph):
     """``run(parameters, tokens)`` -> the loss and the logits, and the gradients."""
 
@@ -57,6 +53,11 @@ def gradients_of(graph):
         return jnp.square(logits).mean(), logits
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    return random_parameters(Decoder)
 
 
 @pytest.fixture(scope="module")
@@ -73,27 +74,10 @@ def assert_close_for_their_size(found, wanted):
     chex.assert_trees_all_close(found, wanted, rtol=0, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def mlp():
-    """``run(parameters, x)`` and its parameters."""
-    graph, _ = shapes(ExpertsMLP)
-    return jax.jit(lambda state, x: nnx.merge(graph, state)(x)), random_parameters(ExpertsMLP)
-
-
-@pytest.mark.parametrize(
-    ("activation", "biases", "names"),
-    [
-        ("gelu", (), {"router", "up", "down"}),
-        ("gelu", ("mlp",), {"router", "up", "down", "router_bias", "up_bias", "down_bias"}),
-        ("swiglu", (), {"router", "up", "gate", "down"}),
-    ],
-)
-def test_experts_have_the_parameters_of_their_config(activation, biases, names):
-    _, parameters = shapes(ExpertsMLP, dataclasses.replace(CONFIG, activation=activation, biases=biases))
-    assert set(parameters) == names
-
-
-def clamped(gate, up):
+def hidden(gate, up):
+    """The clamped SwiGLU of gpt-oss; without a gate ReLU."""
+    if gate is None:
+        return np.maximum(up, 0)
     gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
     return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
 
@@ -102,32 +86,32 @@ def by_token(p, x):
     """For each token, its two likeliest experts, weighted by the softmax over the two."""
     out = np.zeros_like(x)
     for place in np.ndindex(x.shape[:2]):
-        logits = x[place] @ p["router"] + p["router_bias"]
+        logits = x[place] @ p["router"] + p.get("router_bias", 0)
         chosen = np.argsort(-logits)[:2]
         shares = np.exp(logits[chosen] - logits[chosen].max())
         for e, share in zip(chosen, shares / shares.sum(), strict=True):
-            hidden = clamped(*(x[place] @ p[n][e] + p[f"{n}_bias"][e] for n in ("gate", "up")))
-            out[place] += share * (hidden @ p["down"][e] + p["down_bias"][e])
+            parts = {n: x[place] @ p[n][e] + p.get(f"{n}_bias", np.zeros(4))[e] for n in ("gate", "up") if n in p}
+            units = hidden(parts.get("gate"), parts["up"])
+            out[place] += share * (units @ p["down"][e] + p.get("down_bias", np.zeros(4))[e])
     return out
 
 
-@pytest.mark.parametrize("scale", [1.0, 20.0], ids=["plain", "clamped"])
-def test_every_token_takes_its_experts(scale, mlp):
-    run, state = mlp
+@pytest.mark.parametrize(
+    ("scale", "changes", "crowded"),
+    [(1.0, {}, True), (20.0, {}, False), (1.0, {"activation": "relu", "biases": ()}, False)],
+    ids=["all want the same", "clamped", "without gates and biases"],
+)
+def test_every_token_takes_its_experts(scale, changes, crowded):
+    config = dataclasses.replace(CONFIG, **changes)
+    graph, state = shapes(ExpertsMLP, config)[0], random_parameters(ExpertsMLP, config)
     x = scale * np.random.default_rng(1).normal(size=(3, 5, 16))
+    if crowded:
+        state["router_bias"][...] = np.float32([0, 0, 100, 0])
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(state))
-    found, wanted = run(state, np.float32(x)), by_token(p, x)
+    found = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, np.float32(x))
     chex.assert_type(found, jnp.float32)
+    wanted = by_token(p, x)
     np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max())
-
-
-def test_all_tokens_may_want_the_same_expert():
-    mlp = ExpertsMLP(dataclasses.replace(CONFIG, experts=Experts(4, 1)), rngs=nnx.Rngs(1))
-    mlp.router_bias[...] = np.float32([0, 0, 100, 0])
-    x = np.random.default_rng(0).normal(size=(3, 5, 16)).astype(np.float32)
-    gate, up = (x @ np.asarray(matrix[...])[2] for matrix in (mlp.gate, mlp.up))
-    wanted = clamped(gate, up) @ np.asarray(mlp.down[...])[2]
-    np.testing.assert_allclose(mlp(x), wanted, atol=1e-5)
 
 
 def test_decoding_is_the_forward_pass(parameters, one_device):
@@ -144,61 +128,48 @@ def test_decoding_is_the_forward_pass(parameters, one_device):
     chex.assert_trees_all_close(found, one_device[0][1], atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_meshes_give_the_numbers_of_one_device(parameters, one_device, remat):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    config = dataclasses.replace(CONFIG, placement=Placement(batch=("data", "fsdp"), heads="tensor"), remat=remat)
+def test_meshes_give_the_numbers_of_one_device(parameters, one_device):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    placement = Placement(batch=("data", "fsdp"), heads="tensor")
+    config = dataclasses.replace(CONFIG, placement=placement, remat="full")
     with jax.set_mesh(mesh):
         found = jax.device_get(gradients_of(shapes(Decoder, config)[0])(parameters, TOKENS))
     assert_close_for_their_size(found, one_device)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[1]))
 
 
-def test_an_odd_number_of_tokens_is_sharded_by_rows():
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    config = dataclasses.replace(CONFIG, placement=Placement(batch=("data",), heads="tensor"))
-    graph, state = shapes(ExpertsMLP, config)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "mlp_dim", "split"),
+    [(2, 5, 24, True), (3, 4, 24, False), (4, 4, 25, False)],
+    ids=["fits", "an odd number of rows", "an odd number of hidden units"],
+)
+def test_a_mixture_is_split_where_the_mesh_divides_its_sizes(rows, tokens, mlp_dim, split):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    one = dataclasses.replace(CONFIG, mlp_dim=mlp_dim)
+    placed = dataclasses.replace(one, placement=Placement(batch=("data",), heads="tensor"))
+    state, x = random_parameters(ExpertsMLP, one), np.random.default_rng(0).normal(size=(rows, tokens, 16))
+    graphs = [shapes(ExpertsMLP, config)[0] for config in (placed, one)]
+    run, alone = (jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)) for graph in graphs)
     with jax.set_mesh(mesh):
-        program = jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)(x))(state, np.zeros((2, 5, CONFIG.model_dim), "f4"))
-    assert "shard_map" in str(program)
+        found = run(state, np.float32(x))
+        assert ("shard_map" in str(jax.make_jaxpr(run)(state, x))) == split
+    np.testing.assert_allclose(found, alone(state, np.float32(x)), atol=1e-4)
 
 
-@pytest.mark.parametrize(("entered", "shared"), [("replica", True), ("data", False)])
-def test_inside_a_shard_map_over_another_axis_the_placement_still_shards(entered, shared):
-    """If the outer shard_map is over an axis of the placement, rows are local already and nothing more is sharded."""
-    mesh = jax.make_mesh((2, 2), ("replica", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    config = dataclasses.replace(CONFIG, placement=Placement(batch=("data",)))
-    graph, state = shapes(Decoder, config)
+@pytest.mark.parametrize("entered", ["replica", "data"])
+def test_inside_a_shard_map_the_numbers_stay(entered, parameters, one_device):
+    """If it is over an axis of the placement, rows are local already and nothing more is sharded."""
+    mesh = jax.make_mesh((2, 2), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+    graph, _ = shapes(Decoder, dataclasses.replace(CONFIG, placement=Placement(batch=("data",))))
 
-    def hidden(state, tokens):
-        return nnx.merge(graph, state).hidden(tokens)
+    def logits(state, tokens):
+        return nnx.merge(graph, state)(tokens)
 
-    rows = jax.P(entered)
-    inside = jax.shard_map(hidden, in_specs=(jax.P(), rows), out_specs=rows, axis_names={entered}, check_vma=False)
+    specs = {"in_specs": (jax.P(), jax.P(entered)), "out_specs": jax.P(entered), "axis_names": {entered}}
     with jax.set_mesh(mesh):
-        program = str(jax.make_jaxpr(inside)(state, TOKENS))
-    assert ("sharding_constraint" in program) == shared
-    assert program.count("shard_map[") == (4 if shared else 1), "of the test, the lookup, attention and experts"
-
-
-def test_explicit_axes(parameters, one_device):
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    graph, _ = shapes(Decoder)
-    tokens = jax.device_put(TOKENS, jax.NamedSharding(mesh, jax.P("data")))
-    state = jax.device_put(parameters, jax.NamedSharding(mesh, jax.P()))
-    with jax.set_mesh(mesh):
-        found = jax.jit(lambda s, t: nnx.merge(graph, s)(t))(state, tokens)
+        found = jax.jit(jax.shard_map(logits, check_vma=False, **specs))(parameters, TOKENS)
     np.testing.assert_allclose(found, one_device[0][1], atol=1e-5)
 
 
 def test_flops_are_those_of_the_experts_that_a_token_takes():
     assert product_parameters(CONFIG) == 16 * (2 * (4 * 16 + 2 * 3 * 24 + 4) + 40)
-
-
-@pytest.mark.parametrize(
-    ("experts", "message"),
-    [((0, 1), r"experts\.count must be positive"), ((2, 3), r"experts\.per_token must be at most experts\.count")],
-)
-def test_invalid_numbers_are_refused(experts, message):
-    with pytest.raises(ValueError, match=message):
-        Experts(*experts)

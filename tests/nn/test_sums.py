@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import COVERING, NAMES, VOCAB, config, made, preset, scheme_of
+from decoders import GROUPS, NAMES, VOCAB, config, made, preset, scheme_of
 from flax import nnx
 
 import posjax as pj
 from posjax import absolute, bias, linear, norms, rotary, scales, sinks
 from posjax.nn import Decoder
 from posjax.nn.lookup import lookup
+from posjax.nn.parameters import from_heads, plus, to_heads
 
 ROWS, LENGTH = 512, 8
 SUMS = ("reduce_sum", "scatter-add", "cumsum")
@@ -88,7 +89,12 @@ def test_gradients_of_narrow_parameters_count_every_row_in_every_preset(name, im
     assert_sums_count_every_row(preset(name), implementation)
 
 
-@pytest.mark.parametrize("name", COVERING)
+READ = ("rope", "learned", "biases", "linear")
+
+
+@pytest.mark.parametrize(
+    "name", [*READ, *(pytest.param(name, marks=pytest.mark.wide) for name in (*GROUPS, *NAMES) if name not in READ)]
+)
 def test_no_preset_sums_in_bfloat16(name):
     """Reads the program itself, because a CPU may sum in a wider dtype than the program says."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(small(scheme_of(name)), rngs=nnx.Rngs(0))))
@@ -110,15 +116,30 @@ def equations(program):
 
 
 def test_the_gradient_of_a_lookup_counts_a_hundred_thousand_tokens():
-    table = np.random.default_rng(0).normal(size=(4, 3)).astype(jnp.bfloat16)
     tokens = np.full((100, 1000), 2)
+    gradient = jax.jit(jax.grad(lambda table: jnp.sum(lookup(table, tokens).astype(jnp.float32) * 0.01)))
+    found = gradient(jnp.zeros((4, 3), jnp.bfloat16))
+    chex.assert_type(found, jnp.bfloat16)
+    np.testing.assert_allclose(np.float32(found[2]), 1000, rtol=4e-3)
+    np.testing.assert_array_equal(np.float32(found)[[0, 1, 3]], 0)
 
-    def loss(table):
-        found = lookup(table, tokens)
-        return jnp.sum(found.astype(jnp.float32) * 0.01), found
 
-    gradient, found = jax.jit(jax.grad(loss, has_aux=True))(table)
-    chex.assert_trees_all_equal(np.asarray(found), table[tokens])
-    assert gradient.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(gradient[2], np.float32), 1000, rtol=4e-3)
-    np.testing.assert_array_equal(np.asarray(gradient, np.float32)[[0, 1, 3]], 0)
+def test_a_bias_is_added_in_float32():
+    """In bfloat16 1.002 is 1, and 257 is 256: only the exact sum, 257.002, is rounded to 258."""
+    x, bias = jnp.full((2, 3, 2), 256, jnp.bfloat16), jnp.array([-256.0, 1.002])
+    found, gradient = jax.vjp(lambda bias: plus(x, nnx.Param(bias)), bias)
+    chex.assert_type(found, jnp.bfloat16)
+    np.testing.assert_array_equal(np.unique(np.float32(found)), [0, 258])
+    np.testing.assert_array_equal(gradient(jnp.ones_like(found))[0], [6.0, 6.0])
+
+
+# Few tokens, or heads that do not fill the lanes of a TPU, take another path.
+@pytest.mark.parametrize(("tokens", "size"), [((2, 3), 4), ((3, 7), 128), ((2, 3), 128)])
+def test_projections_are_products_over_features(tokens, size):
+    draw = np.random.default_rng(0)
+    x, into, out = (draw.standard_normal(shape) for shape in ((*tokens, 12), (12, 3, size), (3, size, 12)))
+    with jax.enable_x64(True):
+        heads = jax.jit(to_heads)(x, into)
+        back = jax.jit(from_heads)(heads, out)
+    np.testing.assert_allclose(heads, np.tensordot(x, into, 1), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(back, np.tensordot(np.tensordot(x, into, 1), out, 2), rtol=0, atol=1e-12)

@@ -1,10 +1,10 @@
-"""Reads a released model onto four simulated devices and writes it back; prints memory and time as one line of JSON.
+"""Reads a released model onto four simulated devices and writes it back; prints the memory as a line of JSON.
 
 It measures anonymous memory (RssAnon of /proc/PID/status), which the process has allocated itself. Pages of mapped
 files do not count: the kernel drops them when it needs memory, and any number of them remains after reading a file.
 Another process takes a sample every millisecond, so that no work in this process can delay the samples.
 
-    python memory_worker.py FOLDER OUT TINY
+    python memory_worker.py FOLDER OUT TINY ...
 """
 
 import gc
@@ -28,16 +28,16 @@ def watch(process, peak):
         time.sleep(0.001)
 
 
-def main(folder, out, tiny):
+def main(*folders):
     peak = multiprocessing.get_context("fork").Value("q", 0)
     watcher = multiprocessing.get_context("fork").Process(target=watch, args=(os.getpid(), peak), daemon=True)
     watcher.start()
 
     import jax
+    from flax import nnx
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     from posjax.nn import from_pretrained, save_pretrained
-    from posjax.nn.huggingface.load import named_parameters
 
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     rules = {"embed": "data", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
@@ -47,35 +47,22 @@ def main(folder, out, tiny):
         return NamedSharding(mesh, PartitionSpec(*names))
 
     def measured(function):
-        """The result of ``function``, the memory before it, the peak while it ran, and its seconds."""
+        """The result of ``function``, and how much the memory grew at most while it ran."""
         gc.collect()
         before = peak.value = anonymous(os.getpid())
-        start = time.perf_counter()
         found = function()
-        seconds = time.perf_counter() - start
         time.sleep(0.01)
-        return found, before, peak.value, seconds
+        return found, peak.value - before
 
-    def leaves(decoder):
-        from flax import nnx
-
-        return [leaf for _, leaf in named_parameters(nnx.to_pure_dict(nnx.state(decoder)))]
-
-    # A small model of the same layers comes first, so that imports and compilation are not measured.
-    save_pretrained(from_pretrained(tiny, sharding=sharding), f"{out}-tiny", like=tiny)
-    decoder, before_read, most_read, read_s = measured(
-        lambda: jax.block_until_ready(from_pretrained(folder, sharding=sharding))
-    )
-    arrays = sum(shard.data.nbytes for leaf in leaves(decoder) for shard in leaf.addressable_shards)
-    _, before_write, most_write, write_s = measured(lambda: save_pretrained(decoder, out, like=folder))
-    found = {
-        "arrays": arrays,
-        "read": most_read - before_read - arrays,
-        "write": most_write - before_write,
-        "read_s": read_s,
-        "write_s": write_s,
-    }
-    print(json.dumps(found))
+    for model, out, tiny in zip(folders[::3], folders[1::3], folders[2::3], strict=True):
+        # A small model of the same layers comes first, so that imports and compilation are not measured.
+        save_pretrained(from_pretrained(tiny, sharding=sharding), f"{out}-tiny", like=tiny)
+        decoder, read = measured(lambda model=model: jax.block_until_ready(from_pretrained(model, sharding=sharding)))
+        leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(decoder)))
+        arrays = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+        _, write = measured(lambda decoder=decoder, out=out, model=model: save_pretrained(decoder, out, like=model))
+        print(json.dumps({"arrays": arrays, "read": read - arrays, "write": write}))
+        del decoder, leaves
 
 
 if __name__ == "__main__":

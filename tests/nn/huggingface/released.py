@@ -1,17 +1,16 @@
 """Tiny models of every family as values of ``config.json``, and helpers for their tensors."""
 
 import json
-import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from posjax.nn import Decoder, save_pretrained
-from posjax.nn.huggingface import files, read_config
+from posjax.nn.huggingface import FAMILIES, files, load, read_config
+from posjax.nn.huggingface.family import sizes_of
 from posjax.nn.huggingface.files import TensorFolder
 
 VOCAB = 101
@@ -110,40 +109,12 @@ CASES: dict[str, dict] = {
 }
 
 
-def random_decoder(values: dict, seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
+def random_decoder(values: dict, **changes) -> Decoder:
     """A decoder for these values of ``config.json``, with random normal parameters, also for biases and gains."""
     config = read_config(values | changes)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    draw = np.random.default_rng(seed)
-    return nnx.merge(
-        graph, jax.tree.map(lambda leaf: jnp.asarray(draw.normal(0, 0.2, leaf.shape).astype(dtype)), state)
-    )
-
-
-PROMPT, NEW = 6, 20
-"""Tokens of a prompt, and those that are picked after it."""
-
-
-def pick(model, cache, logits):
-    """The cache and the logits after the likeliest token, and that token."""
-    token = logits[:, -1:].argmax(-1)
-    logits, cache = model.decode(token, cache, length=PROMPT + NEW)
-    return (cache, logits), token[:, 0]
-
-
-def logits_and_greedy_tokens(decoder, tokens):
-    """Logits of whole rows, and the tokens that the decoder picks after a prompt with its cache: one program."""
-    graph, state = nnx.split(decoder)
-
-    @jax.jit
-    def run(state, tokens):
-        model = nnx.merge(graph, state)
-        cache = model.init_cache(len(tokens), PROMPT + NEW, chunk=PROMPT)
-        logits, cache = model.decode(tokens[:, :PROMPT], cache, length=PROMPT + NEW)
-        kept = cache, logits[:, -1:]
-        return model(tokens), jax.lax.scan(lambda kept, _: pick(model, *kept), kept, length=NEW)[1].T
-
-    return jax.device_get(run(state, jnp.asarray(tokens)))
+    draw = np.random.default_rng(0)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(draw.normal(0, 0.2, leaf.shape), leaf.dtype), state))
 
 
 def parameters(decoder: Decoder) -> dict:
@@ -187,13 +158,12 @@ def write_tensors(folder: str | Path, tensors: dict[str, np.ndarray], max_bytes:
     return [layout.file for layout in layouts]
 
 
-def refuse(words, function, *arguments, **options):
-    """Asserts that ``function`` raises a ValueError with one line that has all of the words."""
-    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
-        function(*arguments, **options)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert [word for word in words if word not in text] == [], text
+def tensor_shapes(values: dict) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of a model by their names."""
+    config = read_config(values)
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    stored_parameters = load.stored(FAMILIES[values["model_type"]], config, nnx.to_pure_dict(state))
+    return {name: each.view.tensor_shape(sizes_of(config)) for each in stored_parameters for name in each.tensors}
 
 
 def rewritten(model, folder, change):

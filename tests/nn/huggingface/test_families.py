@@ -4,6 +4,7 @@ The models are tiny and random, also in biases and gains of norms, and are store
 """
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from nn.huggingface import released
 from nn.huggingface.theirs import TOKENS, assert_close, logits, random_model, torch, transformers
 
 from posjax import rotary
-from posjax.nn import Decoder, from_pretrained, save_pretrained
+from posjax.nn import Decoder, DecoderConfig, from_pretrained, save_pretrained
 from posjax.nn.huggingface import FAMILIES, read_config
 from posjax.nn.huggingface.registry import write_config
+from posjax.scheme import Scheme
 
 pytestmark = [
     pytest.mark.parity,
@@ -29,15 +31,41 @@ pytestmark = [
 ]
 
 
+PROMPT, NEW = 6, 20
+"""Tokens of a prompt, and those that are picked after it."""
+
+
 def generated(model):
     """The tokens that transformers generates with its cache; no token ends the text."""
     model.generation_config.eos_token_id = None
-    prompt = torch.tensor(TOKENS[:, : released.PROMPT])
+    prompt = torch.tensor(TOKENS[:, :PROMPT])
     with torch.no_grad():
-        found = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=released.NEW
-        )
-    return found[:, released.PROMPT :].numpy()
+        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW)
+    return found[:, PROMPT:].numpy()
+
+
+@nnx.jit
+def greedy(model, prompt):
+    """The likeliest tokens that the decoder picks after a prompt with its cache."""
+
+    def pick(kept, _):
+        logits, cache = kept
+        token = logits[:, -1:].argmax(-1)
+        return model.decode(token, cache, length=PROMPT + NEW), token[:, 0]
+
+    cache = model.init_cache(len(prompt), PROMPT + NEW, chunk=PROMPT)
+    logits, cache = model.decode(prompt, cache, length=PROMPT + NEW)
+    return jax.lax.scan(pick, (logits[:, -1:], cache), length=NEW)[1].T
+
+
+WHOLE = ("llama", "gpt_oss", "gpt_neox")
+"""Families of different kinds, with every test; for the others the tests besides the first are in the wide grid."""
+VARIANTS = ("llama-yarn", "phi3-longrope", "gpt_neox-in-turn", "falcon-7b", "falcon-bias", "falcon-11b")
+"""Other models of the same families."""
+
+
+def cases(*default):
+    return [name if name in default else pytest.param(name, marks=pytest.mark.wide) for name in released.CASES]
 
 
 class Case(NamedTuple):
@@ -49,7 +77,7 @@ class Case(NamedTuple):
     decoder: Decoder
 
 
-@pytest.fixture(scope="module", params=released.CASES)
+@pytest.fixture(scope="module")
 def case(request, tmp_path_factory):
     model = random_model(released.CASES[request.param])
     folder = tmp_path_factory.mktemp(request.param)
@@ -57,18 +85,20 @@ def case(request, tmp_path_factory):
     return Case(model, folder, logits(model, TOKENS), from_pretrained(folder))
 
 
-def test_logits_and_greedy_tokens_are_those_of_transformers(case):
-    """For LongRoPE the greedy tokens stay within its original length; the test of both lengths below says why."""
+@pytest.mark.parametrize("case", cases(*(set(released.CASES) - {*VARIANTS})), indirect=True, scope="module")
+def test_a_model_gives_the_logits_of_transformers_and_is_written_back(case, tmp_path):
     assert len(list(case.folder.glob("*.safetensors"))) > 3
-    found, tokens = released.logits_and_greedy_tokens(case.decoder, TOKENS)
-    assert_close(found, case.logits)
-    np.testing.assert_array_equal(tokens, generated(case.model))
-
-
-def test_transformers_reads_what_is_written_back(case, tmp_path):
+    found = nnx.jit(lambda model, tokens: model(tokens))(case.decoder, TOKENS)
+    assert_close(np.asarray(found), case.logits)
     save_pretrained(case.decoder, tmp_path / "back", like=case.folder, max_file_bytes=40_000)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 3
     released.assert_same_tensors(tmp_path / "back", case.folder)
+    assert read_config(released.config_of(tmp_path / "back")) == case.decoder.config
+
+
+@pytest.mark.parametrize("case", cases(*WHOLE), indirect=True, scope="module")
+def test_transformers_reads_what_is_written_back(case, tmp_path):
+    save_pretrained(case.decoder, tmp_path / "back", like=case.folder)
     again, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", output_loading_info=True, attn_implementation="eager"
     )
@@ -78,6 +108,13 @@ def test_transformers_reads_what_is_written_back(case, tmp_path):
     np.testing.assert_array_equal(logits(again.eval(), TOKENS), case.logits)
 
 
+@pytest.mark.parametrize("case", cases("llama", "gpt_oss"), indirect=True, scope="module")
+def test_greedy_tokens_are_those_of_transformers(case):
+    """For LongRoPE they stay within its original length; the test of both lengths below says why."""
+    np.testing.assert_array_equal(greedy(case.decoder, TOKENS[:, :PROMPT]), generated(case.model))
+
+
+@pytest.mark.parametrize("case", cases(*WHOLE), indirect=True, scope="module")
 def test_a_file_of_save_model_is_the_model_of_save_pretrained(case, tmp_path):
     """It stores a tied embedding only once, as the head in most families, and GPT-NeoX's head by another name."""
     case.model.config.save_pretrained(tmp_path)
@@ -87,6 +124,7 @@ def test_a_file_of_save_model_is_the_model_of_save_pretrained(case, tmp_path):
     assert found.config == case.decoder.config
 
 
+@pytest.mark.parametrize("case", cases(*WHOLE), indirect=True, scope="module")
 def test_bfloat16_stays_as_it_is(case, tmp_path):
     copy.deepcopy(case.model).bfloat16().save_pretrained(tmp_path / "theirs")
     decoder = from_pretrained(tmp_path / "theirs", dtype=None)
@@ -182,7 +220,7 @@ def test_older_keys_mean_what_they_mean_to_transformers(name):
     assert read_config(values) == read_config(theirs | {"model_type": values["model_type"]})
 
 
-@pytest.mark.parametrize("name", released.CASES)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-7b"])
 def test_a_model_saved_without_a_source_has_no_special_tokens(name, tmp_path):
     """The defaults of transformers are the ids of a release; a small vocabulary may not even have them."""
     values = released.CASES[name]
@@ -195,30 +233,40 @@ def test_a_model_saved_without_a_source_has_no_special_tokens(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", released.CASES)
-def test_transformers_4_finds_the_base_in_outer_keys(name):
-    """The outer keys change nothing for transformers 5."""
+def test_a_config_is_written_as_transformers_reads_it(name):
+    """transformers 4 finds the base in outer keys, which change nothing for transformers 5."""
     values = released.CASES[name]
     config = read_config(values)
     written = write_config(config, FAMILIES[values["model_type"]])
     rules = written.get("rope_parameters", {})
     rules = [rules["full_attention"], rules["sliding_attention"]] if name == "gemma3_text" else [rules]
-    outer_keys = ("rope_theta", "rope_local_base_freq")
-    for inner, outer_key in zip(rules, outer_keys, strict=False):
+    for inner, outer_key in zip(rules, ("rope_theta", "rope_local_base_freq"), strict=False):
         assert written.get(outer_key) == inner.get("rope_theta")
     if name.startswith("gpt_neox"):
         assert written["rotary_emb_base"] == written["rope_theta"] == 5000.0
     theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(written))).to_dict()
     assert read_config(theirs | {"model_type": values["model_type"]}) == config
+    assert written.get("new_decoder_architecture") == values.get("new_decoder_architecture")
 
 
-@pytest.mark.parametrize("name", [name for name in released.CASES if name.startswith("falcon")])
-def test_falcon_is_written_in_the_architecture_that_it_was_read_from(name):
-    values = released.CASES[name]
-    written = write_config(read_config(values), FAMILIES["falcon"])
-    assert written["new_decoder_architecture"] == values["new_decoder_architecture"]
+@pytest.mark.parametrize(
+    ("rule", "trained", "length"),
+    [
+        (rotary.Plain(), 300, 300),
+        (rotary.DynamicNTK(100, factor=2.0), 300, 100),
+        (rotary.YaRN(4.0, 100), 300, 400),
+        (rotary.Llama3(factor=4.0, original_length=100), 100, 400),
+        (rotary.Llama3(factor=4.0, original_length=100), 101, 101),
+    ],
+)
+def test_a_config_states_the_length_that_its_rule_reaches(rule, trained, length):
+    """Llama 3's rule is stated to be used for less than its factor would allow."""
+    config = DecoderConfig(vocab_size=50, num_layers=2, model_dim=32, num_heads=4, embedding_scale=1.0)
+    config = dataclasses.replace(config, scheme=Scheme(features=rotary.Rotary(rule)), trained_length=trained)
+    assert write_config(config, FAMILIES["llama"])["max_position_embeddings"] == length
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "phi3", "phi3-longrope", "gpt_neox"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_neox"])
 def test_a_new_rule_overrides_the_older_keys_of_the_source_folder(name, tmp_path):
     values = OLDER[name]
     (tmp_path / "config.json").write_text(json.dumps(values))
