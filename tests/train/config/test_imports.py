@@ -1,6 +1,7 @@
 """A user's own methods in a run: the config names the module that registers them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +10,13 @@ import pytest
 import yaml
 from flags import environment
 
-from train import cli, config
+from train import cli
 
 CHECKOUT = Path(cli.__file__).parents[1]
 MODULE = """
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 import posjax as pj
 
@@ -30,33 +30,13 @@ class Strided(pj.masks.Mask):
         return (i - j < 3) | (j % self.stride == 0)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RecencyBias(pj.bias.Bias):
-    rates: jax.Array
-
-    def values(self, q_positions, kv_positions):
-        distance = pj.bias.distance(q_positions, kv_positions)
-        return -self.rates[:, None, None] * jnp.log1p(jnp.abs(distance).astype(jnp.float32))
-
-
-@dataclasses.dataclass(frozen=True)
-class Recency(pj.bias.BiasSpec):
-    def init(self, key, num_heads):
-        return {"rates": jnp.ones(num_heads)}
-
-    def bind(self, params=None, *, num_heads):
-        return RecencyBias(params["rates"])
-
-
 pj.register("mask", "strided", Strided)
-pj.register("bias", "recency", Recency)
 """
 CONFIG = """
 imports: [strided_methods]
 data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
 model: {num_layers: 1, model_dim: 16, num_heads: 2, mlp_dim: 16}
-scheme: {name: rope, mask: {name: strided, stride: 4}, bias: {name: recency}}
+scheme: {name: rope, mask: {name: strided, stride: 4}}
 train: {length: 16, batch_tokens: 128, steps: 4, warmup_steps: 1, log_every: 2, checkpoint_every: 4}
 evaluate: {lengths: [16, 32], tokens: 32, batch_tokens: 32}
 monitor: {compilation_cache: TEXT/compiled}
@@ -72,11 +52,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(folder, *arguments, where):
-    """Runs ``python -m train`` with the module in the working directory, or in a folder on PYTHONPATH."""
-    paths = {"working directory": [CHECKOUT], "PYTHONPATH": [CHECKOUT, folder]}[where]
-    directory = folder if where == "working directory" else folder.parent
-    env = environment(PYTHONPATH=os.pathsep.join(map(str, paths)))
+def run(*arguments, directory, paths=()):
+    """Runs ``python -m train`` in a directory, with more folders on PYTHONPATH."""
+    env = environment(PYTHONPATH=os.pathsep.join(map(str, [CHECKOUT, *paths])))
     command = [sys.executable, "-m", "train", *arguments]
     done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -85,33 +63,23 @@ def run(folder, *arguments, where):
 
 @pytest.mark.slow
 def test_a_saved_run_imports_its_methods_wherever_it_is_used(folder):
-    runs = f"output={folder}/runs"
-    assert "4 steps · loss" in run(folder, "fit", f"{folder}/mine.yaml", runs, where="working directory")
+    """First from the working directory, then from PYTHONPATH."""
+    assert "4 steps · loss" in run("fit", f"{folder}/mine.yaml", f"output={folder}/runs", directory=folder)
     saved = folder / "runs" / "mine"
     kept = yaml.safe_load((saved / "config.yaml").read_text())
     assert kept["imports"] == ["strided_methods"]
     assert kept["scheme"]["mask"] == {"name": "strided", "stride": 4}
-    output = run(folder, "evaluate", str(saved), where="PYTHONPATH")
-    assert "rope" in output
+    run("evaluate", str(saved), directory=folder.parent, paths=[folder])
     assert (saved / "evaluation.jsonl").exists()
-
-
-def test_runs_of_earlier_versions_have_no_imports_and_may_get_some():
-    assert config.parse({}).imports == ()
-    assert config.differences(config.parse({}), config.parse({"imports": ["json"]})) == []
-    assert config.parse({"imports": "json"}).imports == ("json",)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "error: imports: there is no module 'broken_methods' in the working directory or on PYTHONPATH\n"),
-        (
-            "import nowhere_at_all",
-            "error: imports: 'broken_methods' cannot be imported: ModuleNotFoundError: No",
-        ),
-        ("x = 1\nx.y", "error: imports: 'broken_methods' cannot be imported: AttributeError: 'int' object has no"),
-        ("def f(:", "error: imports: 'broken_methods' cannot be imported: SyntaxError: invalid syntax"),
+        (None, "there is no module 'broken_methods' in the working directory or on PYTHONPATH\n"),
+        ("import nowhere_at_all", "'broken_methods' cannot be imported: ModuleNotFoundError: No module"),
+        ("x = 1\nx.y", "'broken_methods' cannot be imported: AttributeError: .*broken_methods.py, line 2"),
+        ("def f(:", "'broken_methods' cannot be imported: SyntaxError: invalid syntax"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_one_line(folder, monkeypatch, capsys, text, message):
@@ -121,6 +89,5 @@ def test_a_module_that_cannot_be_imported_is_one_line(folder, monkeypatch, capsy
         (folder / "broken_methods.py").write_text(text)
     assert cli.main(["fit", "mine.yaml", "imports=[broken_methods]"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(message)
+    assert re.match(f"error: imports: {message}", error)
     assert error.count("\n") == 1
-    assert text != "x = 1\nx.y" or "broken_methods.py, line 2" in error
