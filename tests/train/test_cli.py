@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 from flags import environment
 from object_store import of_the_store
 
@@ -21,10 +23,31 @@ from train.config.sections import about_sections, keys_beside_sections
 
 CHECKOUT = Path(cli.__file__).parents[1]
 CONFIG = """
+imports: [own_methods]
 data: {source: files, paths: [TEXT/*.txt], held_out: 0.2}
 model: {num_layers: 1, model_dim: 16, num_heads: 2, mlp_dim: 16}
+scheme: {name: rope, mask: {name: strided, stride: 4}}
 train: {length: 16, batch_tokens: 128, steps: 200, warmup_steps: 2, log_every: 10, learning_rate: 0.01}
 evaluate: {lengths: [16, 32], tokens: 32, batch_tokens: 32}
+"""
+METHODS = """
+import dataclasses
+
+import jax
+
+import posjax as pj
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Strided(pj.masks.Mask):
+    stride: int = dataclasses.field(metadata={"static": True})
+
+    def pairs(self, i, j):
+        return (i - j < 3) | (j % self.stride == 0)
+
+
+pj.register("mask", "strided", Strided)
 """
 
 
@@ -35,14 +58,17 @@ def config(tmp_path, monkeypatch):
         (tmp_path / f"{index}.txt").write_text(f"the {index}th of the texts, and not the longest of them. " * 8)
     file = tmp_path / "mine.yaml"
     file.write_text(CONFIG.replace("TEXT", str(tmp_path)))
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "own_methods.py").write_text(METHODS)
     return file
 
 
-def run_fit(config, *, interrupt_at=None):
+def run_fit(config, directory, *paths, interrupt_at=None):
     """Runs ``fit`` in a new process, and interrupts it when it prints step ``interrupt_at``."""
     places = [f"output={config.parent}/runs", f"monitor.compilation_cache={config.parent}/compiled"]
     command = [sys.executable, "-m", "train", "fit", str(config), *places]
-    process = subprocess.Popen(command, cwd=CHECKOUT, env=environment(), stdout=subprocess.PIPE, text=True)
+    env = environment(PYTHONPATH=os.pathsep.join(map(str, [CHECKOUT, *paths])))
+    process = subprocess.Popen(command, cwd=directory, env=env, stdout=subprocess.PIPE, text=True)
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -54,18 +80,42 @@ def run_fit(config, *, interrupt_at=None):
 
 @pytest.mark.slow
 def test_an_interrupt_saves_and_the_same_command_resumes(config):
-    status, lines = run_fit(config, interrupt_at=20)
+    """A module with own methods is found in the working directory first, then on PYTHONPATH."""
+    methods = config.parent / "methods"
+    status, lines = run_fit(config, methods, interrupt_at=20)
     directory = config.parent / "runs" / "mine"
     assert status == 130
     assert lines[-1].startswith("stopped after ")
     saved = sorted(int(path.name) for path in (directory / "checkpoints").iterdir())
     assert 20 <= saved[-1] < 200
-    status, lines = run_fit(config)
+    status, lines = run_fit(config, config.parent, methods)
     assert status == 0
     shown = [int(line.split("step ")[1].split("/")[0]) for line in lines[:-1]]
     assert shown[0] > saved[-1]
     steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(10, 201, 10))
+    kept = yaml.safe_load((directory / "config.yaml").read_text())
+    assert kept["imports"] == ["own_methods"]
+    assert kept["scheme"]["mask"] == {"name": "strided", "stride": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no module 'broken_methods'"),
+        ("import nowhere_at_all", "'broken_methods' cannot be imported: ModuleNotFoundError"),
+        ("x = 1\nx.y", "'broken_methods' cannot be imported: AttributeError: .*broken_methods.py, line 2"),
+        ("def f(:", "'broken_methods' cannot be imported: SyntaxError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(config, monkeypatch, capsys, text, message):
+    monkeypatch.syspath_prepend(str(config.parent))
+    if text is not None:
+        (config.parent / "broken_methods.py").write_text(text)
+    assert cli.main(["fit", "mine.yaml", "imports=[broken_methods]"]) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"error: imports: {message}", error)
+    assert error.count("\n") == 1
 
 
 def test_traceback_on_request(config):
@@ -94,12 +144,7 @@ class Refusing(BaseHTTPRequestHandler):
     """A store that denies all access."""
 
     def do_GET(self):
-        message = "Anonymous caller does not have storage.objects.get access"
-        content = json.dumps({"error": {"code": 401, "message": message}}).encode()
-        self.send_response(401)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.send_error(401, "no access for anonymous callers")
 
     def log_message(self, *_):
         pass
@@ -114,7 +159,8 @@ def test_a_store_that_denies_access_is_one_line(config):
         done = subprocess.run(command, env=env, cwd=config.parent, capture_output=True, text=True, check=False)
         server.shutdown()
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.match("error: .*Anonymous caller does not have storage.objects.get access, 401\n$", done.stderr)
+    assert re.match(r"error: .*401.*\n$", done.stderr)
+    assert done.stderr.count("\n") == 1
 
 
 def test_help_does_not_start_jax():

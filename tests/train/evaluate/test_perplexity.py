@@ -120,6 +120,13 @@ def test_positions_without_a_token_have_no_number():
     assert found.position_nll == (pytest.approx(np.log(2)), pytest.approx(np.log(3)), *[None] * 6)
 
 
+@pytest.mark.parametrize(("tokens", "kept"), [(1, [2]), (4, [1, 3]), (7, [0, 2, 3]), (8, [0, 1, 2, 3])])
+def test_the_pieces_that_are_kept_are_spread_evenly(tokens, kept):
+    documents = [np.arange(10, 15), np.arange(20, 25)]  # four pieces of two targets
+    found = [[10, 11, 12], [12, 13, 14], [20, 21, 22], [22, 23, 24]]
+    assert [piece.tolist() for piece in pieces(documents, 2, tokens)] == [found[n] for n in kept]
+
+
 def test_the_budget_is_kept_and_spread_over_the_documents():
     documents = [np.full(1601, name, np.uint16) for name in range(10)]
     chosen = pieces(documents, 16, 320)
@@ -134,17 +141,6 @@ def test_tokens_per_second_count_every_batch(monkeypatch):
     monkeypatch.setattr(perplexity, "time", SimpleNamespace(perf_counter=count(10, 2).__next__))
     (found,) = run(uniform, lengths=(4,), batch_tokens=32)
     assert found.tokens_per_second == 2 * 5 * 8 * 4 / 2
-
-
-def test_each_length_is_compiled_once_for_batches_of_about_the_tokens_asked_for():
-    traced = []
-
-    def remembers(parameters, tokens, length):
-        traced.append((length, tokens.shape))
-        return uniform(parameters, tokens, length)
-
-    run(remembers, lengths=(4, 8, 64), batch_tokens=32)
-    assert traced == [(4, (8, 4)), (8, (4, 8)), (64, (1, 64))]
 
 
 def refuses(above):

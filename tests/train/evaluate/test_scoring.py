@@ -85,12 +85,6 @@ def test_a_model_that_is_certain_of_one_symbol_is_right_by_chance():
     assert row["accuracy"] == pytest.approx(1 / 94, abs=4 * np.sqrt(1 / 94 / asked))
 
 
-def test_batches_change_nothing():
-    parameters = jnp.array([ord("3"), ord("e")])
-    once = measure(knowing, "induction", parameters=parameters)
-    assert measure(knowing, "induction", parameters=parameters, batch_tokens=1800) == once
-
-
 def test_a_refused_length_and_logits_that_are_not_finite_are_reported():
     def refusing(parameters, tokens, length):
         raise ValueError(f"no row\n for {length}")
