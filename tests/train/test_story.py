@@ -82,13 +82,10 @@ def write_config(folder, name, train, cache="", **evaluate):
     (folder / name).write_text(yaml.safe_dump(config))
 
 
-LANGUAGES = {
-    "output": RUNS,
-    "languages": ["even pairs"],
-    "schemes": ["rope"],
-    "train_length": 4,
-    "test_lengths": [4],
-} | {"num_layers": 1, "model_dim": 8, "num_heads": 1, "steps": 2, "batch": 2, "test_batches": 1}
+LANGUAGES = """
+{output: gs://bucket/runs, languages: [even pairs], schemes: [rope], train_length: 4, test_lengths: [4],
+  num_layers: 1, model_dim: 8, num_heads: 1, steps: 2, batch: 2, test_batches: 1}
+"""
 SCRIPT = """
 import json, sys
 from train.cli import main
@@ -109,7 +106,7 @@ def run(folder: Path, *commands: list[str]) -> str:
 def test_every_command_reads_and_writes_in_an_object_store(tmp_path, bucket):
     train = {"length": 16, "batch_tokens": 32, "steps": 4, "checkpoint_every": 2}
     write_config(tmp_path, "mine.yaml", train, lengths=[16, 32], tokens=128, batch_tokens=64)
-    (tmp_path / "languages.yaml").write_text(yaml.safe_dump(LANGUAGES))
+    (tmp_path / "languages.yaml").write_text(LANGUAGES)
     text = ["data.source=files", "data.paths=['gs://bucket/text/*.txt']", "data.held_out=0.3", "data.cache=''"]
     sizes = ["data.tokenizer=bytes", "evaluate.lengths=[16, 32]", "evaluate.tokens=128", f"output={RUNS}"]
     study = ["init=gs://bucket/exported", "train.steps=0", "evaluate.lengths=[16]", "data.tokenizer=bytes"]

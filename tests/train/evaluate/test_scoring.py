@@ -31,14 +31,6 @@ def knowing(parameters, tokens, length):
     return certain(jnp.where(jnp.isin(ahead, parameters), (ahead + 1) % 256, ahead))
 
 
-def inducing(parameters, tokens, length):
-    """A model that finds the previous occurrence of the current token, and predicts what followed it there."""
-    places = jnp.arange(tokens.shape[1])
-    same = (tokens[:, :, None] == tokens[:, None, :]) & (places[:, None] > places)
-    last = jnp.where(same, places, -1).max(-1)
-    return certain(jnp.take_along_axis(tokens, last + 1, axis=1))
-
-
 def model(hidden, greedy=None):
     return Predictor(hidden, lambda parameters, hidden: hidden, greedy)
 
@@ -70,11 +62,6 @@ def test_an_answer_is_right_if_all_its_tokens_are(name):
             shares.append(sum(right) / len(right))
         assert row["accuracy"] == pytest.approx(np.mean(shares), rel=1e-12)
     assert 0 < np.mean([row["accuracy"] for row in rows]) < 1
-
-
-@pytest.mark.parametrize("name", ["induction", "mqar"])
-def test_a_model_that_looks_up_what_followed_solves_induction_and_recall(name):
-    assert {row["accuracy"] for row in measure(inducing, name, length=65)} == {1.0}
 
 
 def test_a_model_that_is_certain_of_one_symbol_is_right_by_chance():
