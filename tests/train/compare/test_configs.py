@@ -12,7 +12,7 @@ from posjax.nn.huggingface.load import named_parameters
 from train.compare.compare import trainings
 from train.config import load
 from train.loop.optimizer import TRAINED, param_labels
-from train.model.build import build_model, check_model, evaluated_scheme
+from train.model.build import build_model, check_model
 from train.model.convert import check_continues
 
 FOLDER = Path(__file__).parents[3] / "configs"
@@ -34,17 +34,6 @@ def test_a_config_is_a_comparison_at_and_beyond_its_training_length(path):
     found = [load(FOLDER.parent / place, changes) for place, *changes in map(shlex.split, lines)]
     assert all(shlex.split(line)[0] == f"configs/{path.name}" for line in lines)
     assert len({each.name for each in found}) == len(found) > 0
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_model_of_a_config_can_be_built_and_extended(path):
-    config = load(path)
-    for training, *_ in trainings(config):
-        model = nnx.eval_shape(lambda training=training: build_model(training))
-        for entry in training.compare.schemes:
-            extended = evaluated_scheme(config, entry)
-            assert model.with_scheme(extended).config.scheme == extended
 
 
 def test_a_long_row_can_be_trained_on():

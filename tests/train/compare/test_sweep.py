@@ -13,7 +13,6 @@ from train.compare.sweep import Choice, Trial, sweep, trial_config, tuned
 from train.compare.training import DIVERGED
 from train.config import parse
 from train.evaluate.saved import evaluate, evaluation_documents, read_rows
-from train.model.build import learned_positions
 
 SWEEP = {"learning_rate": [1e-3, 2e-3, 4e-3], "position_factor": [1, 10], "extensions": 2}
 
@@ -81,21 +80,6 @@ def test_a_trial_is_judged_at_the_training_length():
     task = {"length": 8, "train_length": 8, "task": "copy", "error": None}
     assert Trial(Choice(1.0, 1.0), [task, *rows]).loss == 2
     assert Trial(Choice(1.0, 1.0), [rows[0], rows[2]]).loss == 3
-
-
-@pytest.mark.parametrize(
-    ("scheme", "names"),
-    [
-        ("alibi", ()),
-        ("t5", ("shared/*",)),
-        ({"name": "fire", "threshold": 4}, ("*/learned/bias/*",)),
-        ("ssmax", ("*/learned/scale/*",)),
-        ("pope", ("*/learned/features/*",)),
-        ({"name": "learned", "max_length": 32}, ("embedding/*",)),
-    ],
-)
-def test_what_a_scheme_learns_of_positions(scheme, names):
-    assert learned_positions(config(scheme)) == names
 
 
 def test_the_config_of_a_trial():

@@ -11,11 +11,12 @@ from flax import nnx
 from refusals import refused
 from released_models import write_released
 
+from posjax import rotary
 from train import cli
 from train.checkpoint.restore import restore_model
 from train.config import load, parse
 from train.evaluate.generate import Draws, choose, generate, tokens_after
-from train.evaluate.search import Effort, check_searchable
+from train.evaluate.search import Effort, check_searchable, search_factors
 from train.loop.fit import fit
 
 pytestmark = pytest.mark.usefixtures("unpainted")
@@ -172,6 +173,21 @@ def test_the_search_writes_an_extension_that_evaluate_accepts_and_finds_as_good(
     np.testing.assert_allclose(row["last_nll"], found["fitness"], rtol=1e-4)
     assert cli.main(["search", str(run), "--length", "32"]) == 2
     assert "--length" in capsys.readouterr().err
+
+
+def test_the_search_minimises_the_loss_of_the_last_tokens_under_a_rule(run, model):
+    rule = rotary.LongRoPE((1.0,) * 8, (1.5,) * 4 + (2.5,) * 4, 32, factor=2.0, select="long", unscaled_first=4)
+    tokens, found = np.random.default_rng(0).integers(97, 123, (3, 65)), []
+
+    def wrap(fitness):
+        found.append(fitness(rule))
+        return lambda rule: 0.0
+
+    search_factors(load(run / "config.yaml"), model, list(tokens), 64, Effort(4, 1), 32, wrap)
+    longer = model.with_scheme(model.config.scheme.extend(frequencies=rule))
+    logits = np.asarray(nnx.jit(lambda model: jax.nn.log_softmax(model(tokens[:, :-1])))(longer))
+    wanted = -np.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[:, -32:].mean()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def test_a_training_that_ends_at_a_loss_has_the_updates_until_then(run):
