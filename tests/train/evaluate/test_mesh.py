@@ -8,22 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from refusals import refused
 
 import posjax as pj
 from posjax import nn
 from train.config import parse
 from train.evaluate.decoder import cache_for, predictor_of, to_decode
-from train.evaluate.mesh import mesh_for, on, placement, sizes_for, split_cache, whole
+from train.evaluate.mesh import mesh_for, on, sizes_for, whole
 from train.evaluate.predictor import likeliest_next, next_nll
 from train.model.mesh import AXES, mesh_from_sizes
 from train.model.sharding import tree_shardings
 
 CASES = {
-    "rope": ({}, "all"),
-    "coca-slack": ({}, "sequence"),
     "fox": ({}, "replicas"),
     "randomised": ({"max_length": 128}, "sequence"),
     "learned": ({"max_length": 51}, "all"),
+}
+WIDE = {
+    "rope": ({}, "all"),
+    "coca-slack": ({}, "sequence"),
     "hwfa": ({"num_layers": 2, "length": 32, "window": 6}, "all"),
 }
 MESHES = {"sequence": (1, 1, 1, 8, 1), "all": (1, 1, 2, 2, 2), "replicas": (2, 1, 2, 2, 1)}
@@ -56,21 +59,14 @@ def answers(model: nn.Decoder, where=None) -> dict:
         return jax.device_get(jax.jit(lambda p: jax.tree.map(whole, found(p)))(parameters))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE)])
 def test_answers_are_those_of_one_device(name):
-    options, where = CASES[name]
+    options, where = (CASES | WIDE)[name]
     model = decoder(pj.scheme(name, **options))
     one, many = answers(model), answers(model, mesh(where))
     chex.assert_trees_all_close(many["nll"], one["nll"], atol=5e-6)
     chex.assert_trees_all_equal(many["likeliest"], one["likeliest"])
     chex.assert_trees_all_equal(many["greedy"], one["greedy"])
-
-
-def test_parts_of_logits_are_shared_by_all_devices(monkeypatch):
-    model = decoder(pj.scheme("rope"))
-    want = answers(model)
-    monkeypatch.setattr("train.evaluate.predictor._LOGITS", 64 * 3)
-    chex.assert_trees_all_close(answers(model, mesh("all"))["nll"], want["nll"], atol=5e-6)
 
 
 def test_linear_attention_splits_rows_alone():
@@ -85,84 +81,50 @@ def test_linear_attention_splits_rows_alone():
         found = jax.jit(lambda p: whole(next_nll(predictor, p, tokens, LENGTH)))(parameters)
     want = answers(model)["nll"]
     chex.assert_trees_all_close(found[::2], want, atol=5e-6)
-    refused = parse({"scheme": "linear-elu", "evaluate": {"mesh": {"data": 1, "context": 8}}})
-    with pytest.raises(ValueError, match=r"evaluate.mesh.context: linear attention cannot split a row"):
-        mesh_for(refused, rows=1)
-
-
-def test_one_layer_of_linear_attention_keeps_rows_whole(monkeypatch):
-    mixed = pj.Layers((((pj.scheme("linear-elu"), pj.scheme("rope")), 1),))
-    monkeypatch.setattr("train.evaluate.mesh.scheme_of", lambda config: mixed)
-    where = mesh_for(parse({"evaluate": {"batch_tokens": 512}}), rows=1)
-    assert (where.shape["fsdp"], where.shape["context"]) == (8, 1)
-
-
-@pytest.mark.parametrize(
-    ("rows", "asked", "sizes"),
-    [
-        (1, {}, {"fsdp": 1, "context": 8}),
-        (2, {}, {"fsdp": 2, "context": 4}),
-        (7, {}, {"fsdp": 4, "context": 2}),
-        (64, {}, {"fsdp": 8, "context": 1}),
-        (64, {"data": 1, "context": 4, "tensor": 2}, {"data": 1, "context": 4, "tensor": 2}),
-        (64, {"data": 1}, None),
-    ],
-)
-def test_rows_are_split_over_as_many_devices_as_they_fill(rows, asked, sizes):
-    found = mesh_for(parse({"evaluate": {"mesh": asked} if asked else {}}), rows)
-    if sizes is None:
-        assert found is None
-    else:
-        chex.assert_trees_all_equal({name: found.shape[name] for name in sizes}, sizes)
 
 
 @pytest.mark.parametrize(
     ("rows", "devices", "slices", "scheme", "sizes"),
     [
-        (1, 8, 2, "rope", (2, 1, 4)),
-        (2, 8, 2, "rope", (2, 1, 4)),
-        (4, 8, 2, "rope", (2, 2, 2)),
-        (100, 8, 2, "rope", (2, 4, 1)),
+        (1, 8, 1, "rope", (1, 1, 8)),
+        (7, 8, 1, "rope", (1, 4, 2)),
+        (64, 8, 1, "rope", (1, 8, 1)),
         (5, 6, 1, "rope", (1, 3, 2)),
+        (1, 8, 2, "rope", (2, 1, 4)),
+        (4, 8, 2, "rope", (2, 2, 2)),
         (1, 8, 2, "linear-elu", (2, 4, 1)),
     ],
 )
-def test_every_slice_has_rows_of_its_own(rows, devices, slices, scheme, sizes):
+def test_rows_are_split_over_as_many_devices_as_they_fill(rows, devices, slices, scheme, sizes):
+    """And every slice has rows of its own."""
     found = sizes_for(parse({"scheme": scheme}), rows, devices, slices)
     assert (found["data"], found["tensor"]) == (1, 1)
     assert tuple(found[name] for name in ("replica", "fsdp", "context")) == sizes
 
 
+def test_the_mesh_that_is_asked_for():
+    found = mesh_for(parse({"evaluate": {"mesh": {"data": 1, "context": 4, "tensor": 2}}}), 64)
+    assert (found.shape["data"], found.shape["context"], found.shape["tensor"]) == (1, 4, 2)
+    assert mesh_for(parse({"evaluate": {"mesh": {"data": 1}}}), 64) is None, "one device needs no mesh"
+
+
+def asked(scheme="rope", devices=None, **sizes):
+    return lambda: mesh_for(parse({"scheme": scheme, "evaluate": {"mesh": {"data": 1, **sizes}}}), 1, devices)
+
+
+OF_TWO_PROCESSES = [SimpleNamespace(process_index=number // 2) for number in range(4)]
+
+
 @pytest.mark.parametrize(
-    ("context", "tensor", "length", "kind"),
-    [(4, 2, 8, "zigzag"), (4, 1, 7, "contiguous"), (1, 2, 8, "zigzag"), (1, 1, 1, "contiguous")],
+    ("name", "call"),
+    [
+        ("evaluate.mesh", asked(context=3, tensor=5)),
+        ("evaluate.mesh.context", asked("linear-elu", context=8)),
+        ("evaluate.mesh", asked(devices=OF_TWO_PROCESSES)),  # the second process would have no device
+    ],
 )
-def test_rows_are_in_a_zigzag_unless_they_are_too_short(context, tensor, length, kind):
-    found = placement(SimpleNamespace(shape={"context": context, "tensor": tensor}), length)
-    assert (found.layout.kind, found.layout.shards) == (kind, context)
-    assert found.context == ("context" if context > 1 else None)
-    assert found.heads == ("tensor" if tensor > 1 else None)
-
-
-def test_devices_of_several_slices_are_split_by_slice(monkeypatch):
-    """Four devices of two slices, and one row: it is split within a slice."""
-    devices = [SimpleNamespace(slice_index=number // 2, process_index=0) for number in range(4)]
-    monkeypatch.setattr("train.evaluate.mesh.mesh_from_sizes", lambda sizes, devices, key: sizes)
-    found = mesh_for(parse({}), 1, devices)
-    assert (found["replica"], found["fsdp"], found["context"]) == (2, 1, 2)
-
-
-def test_a_mesh_that_devices_do_not_fill_is_refused_by_its_key():
-    with pytest.raises(ValueError, match=r"evaluate.mesh \(context=3, tensor=5\) needs 15 devices"):
-        mesh_for(parse({"evaluate": {"mesh": {"data": 1, "context": 3, "tensor": 5}}}), 1)
-
-
-def test_a_mesh_of_one_device_is_refused_where_it_leaves_a_process_without_any():
-    devices = [SimpleNamespace(process_index=number // 2) for number in range(4)]
-    config = parse({"evaluate": {"mesh": {"data": 1}}})
-    with pytest.raises(ValueError, match=r"^evaluate.mesh takes 1 of 4 devices, none of process 1; start fewer"):
-        mesh_for(config, 64, devices)
-    assert mesh_for(config, 64, devices[:2]) is None
+def test_meshes_that_cannot_be_made_are_refused(name, call):
+    refused(name, call)
 
 
 LAYERS = 24
@@ -205,17 +167,12 @@ def test_a_device_keeps_its_share_of_the_tokens_seen():
     model = nnx.eval_shape(lambda: decoder(pj.scheme("rope"), **LARGE | {"num_layers": 4}))
     where = mesh("all")
     predictor, parameters = predictor_of(model, 0, where)
-    shapes, prompts = shapes_on(model, where, parameters), jax.ShapeDtypeStruct((2, 4000), jnp.int32)
+    prompts = jax.ShapeDtypeStruct((2, 4000), jnp.int32)
     graph, _ = to_decode(model, where)
     cache = jax.eval_shape(lambda p, prompts: cache_for(graph, p, prompts, 4008), parameters, prompts)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    layout = jax.tree.leaves(split_cache(cache, where))
-    shares = [
-        np.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in zip(jax.tree.leaves(cache), layout, strict=True)
-    ]
-    assert sum(shares) < kept / 7.9
     with on(where):
         greedy = jax.jit(lambda p, prompts: whole(predictor.greedy(p, prompts, 8)))
-        program = greedy.lower(shapes, prompts).compile()
+        program = greedy.lower(shapes_on(model, where, parameters), prompts).compile()
     logits = 2 * 8 * 256 * 4008 * 4 / 8  # of attention, for a chunk: two rows, eight heads
     assert peak_bytes(program) < 2.2 * kept / 8 + 2 * logits

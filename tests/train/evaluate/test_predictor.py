@@ -1,4 +1,4 @@
-"""Rows that are padded and reordered over devices, and logits computed in parts, against plain indexing."""
+"""Losses and likeliest tokens in rows that are padded, reordered and computed in parts, against plain indexing."""
 
 import chex
 import jax.numpy as jnp
@@ -10,24 +10,6 @@ from train.evaluate import predictor as module
 from train.evaluate.predictor import Predictor, RowLayout, hidden_at, likeliest_next, next_nll
 
 ZIGZAG = Layout("zigzag", 2)  # four chunks, of which a shard has the first and last, or those between
-
-
-def test_a_row_is_padded_to_whole_chunks_and_reordered():
-    row = RowLayout(5, ZIGZAG)
-    assert (row.padded, RowLayout(8, ZIGZAG).padded, RowLayout(5).padded) == (8, 8, 5)
-    found = row.apply(jnp.arange(10, 15)[None], constant_values=-1)
-    np.testing.assert_array_equal(found, [[10, 11, -1, -1, 12, 13, 14, -1]])
-    np.testing.assert_array_equal(row.apply(jnp.arange(10, 15), 0, mode="edge"), [10, 11, 14, 14, 12, 13, 14, 14])
-    np.testing.assert_array_equal(row.restore(found), [range(10, 15)])
-    np.testing.assert_array_equal(row.padded_indices(jnp.array([[0, 4], [2, 3]])), [[0, 6], [4, 5]])
-
-
-@pytest.mark.parametrize(("rows", "filled"), [(1, 4), (4, 4), (5, 8)])
-def test_rows_are_filled_up_to_a_multiple_of_the_devices(rows, filled):
-    assert Predictor(None, None, rows=4).filled(rows) == filled
-    assert Predictor(None, None).filled(rows) == rows
-
-
 LOGITS = np.random.default_rng(0).normal(size=(20, 7)).astype(np.float32)
 """The logits after each of 20 tokens."""
 TOKENS = np.random.default_rng(1).integers(0, 7, (3, 12))
@@ -45,8 +27,14 @@ def bigram(layout=None, seen=None, rows=1):
     return Predictor(lambda parameters, tokens, length: parameters[tokens], logits, row=row, rows=rows)
 
 
-def assert_right(predictor):
-    length, at = TOKENS.shape[1] - 1, np.array([[0, 10], [3, 4], [9, 1]])
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [(None, 3 * 7 * 2), (ZIGZAG, 2**26), (ZIGZAG, 3 * 7 * 4), (Layout("contiguous", 5), 1)],
+    ids=str,
+)
+def test_losses_and_likeliest_tokens_are_those_of_each_token_in_every_layout(monkeypatch, layout, most):
+    monkeypatch.setattr(module, "_LOGITS", most)
+    predictor, length, at = bigram(layout), TOKENS.shape[1] - 1, np.array([[0, 10], [3, 4], [9, 1]])
     before, after = TOKENS[:, :-1], TOKENS[:, 1:]
     exact = np.log(np.exp(LOGITS.astype(np.float64)).sum(-1))[before] - LOGITS[before, after]
     found = next_nll(predictor, jnp.asarray(LOGITS), jnp.asarray(TOKENS), length)
@@ -59,30 +47,13 @@ def assert_right(predictor):
 
 
 @pytest.mark.parametrize(
-    ("layout", "most"),
-    [(None, 3 * 7 * 2), (ZIGZAG, 2**26), (ZIGZAG, 3 * 7 * 4), (Layout("contiguous", 5), 1)],
-    ids=str,
-)
-def test_losses_and_likeliest_tokens_are_those_of_each_token_in_every_layout(monkeypatch, layout, most):
-    monkeypatch.setattr(module, "_LOGITS", most)
-    assert_right(bigram(layout))
-
-
-@pytest.mark.parametrize(
     ("devices", "most", "part"),
-    [
-        (1, 3 * 7 * 6, 12),  # a shard has six tokens
-        (1, 3 * 7 * 5, 10),
-        (1, 3 * 7 * 2, 4),
-        (1, 3 * 7 * 2 - 1, 2),
-        (2, 2 * 7 * 2, 4),  # a device has at most two of the three rows
-        (2, 2 * 7 * 2 - 1, 2),
-        (1, 1, 2),
-    ],
+    [(1, 3 * 7 * 5, 10), (1, 3 * 7 * 2 - 1, 2), (2, 2 * 7 * 2, 4)],  # of two devices one has two of the three rows
 )
 def test_a_part_has_as_many_tokens_as_a_device_may_have_logits(monkeypatch, devices, most, part):
+    """Rows of eleven tokens over two shards of six; a single token first, for the size of the vocabulary."""
     monkeypatch.setattr(module, "_LOGITS", most)
     seen = []
     next_nll(bigram(Layout("contiguous", 2), seen, devices), jnp.asarray(LOGITS), jnp.asarray(TOKENS), 11)
-    assert seen[0] == (3, 1), "a single token, for the size of the vocabulary"
+    assert seen[0] == (3, 1)
     assert set(seen[1:]) == {(3, part)}

@@ -11,7 +11,7 @@ import posjax as pj
 from train.config.settings.evaluate import EvaluateConfig
 from train.data.tokenizer import ByteTokenizer
 from train.evaluate.decoder import predictor_of
-from train.evaluate.predictor import NOT_FINITE, Predictor, best, likeliest_next
+from train.evaluate.predictor import NOT_FINITE, Predictor
 from train.evaluate.tasks import TASKS, Vocabulary, cases, measure_task
 
 BYTES = Vocabulary(ByteTokenizer())
@@ -29,14 +29,6 @@ def knowing(parameters, tokens, length):
     """A model that sees one token ahead, and gets the tokens in `parameters` wrong."""
     ahead = jnp.roll(tokens, -1, axis=1)
     return certain(jnp.where(jnp.isin(ahead, parameters), (ahead + 1) % 256, ahead))
-
-
-def inducing(parameters, tokens, length):
-    """A model that finds the previous occurrence of the current token, and predicts what followed it there."""
-    places = jnp.arange(tokens.shape[1])
-    same = (tokens[:, :, None] == tokens[:, None, :]) & (places[:, None] > places)
-    last = jnp.where(same, places, -1).max(-1)
-    return certain(jnp.take_along_axis(tokens, last + 1, axis=1))
 
 
 def model(hidden, greedy=None):
@@ -59,7 +51,7 @@ def test_a_model_that_knows_every_token_has_all_answers_right(name):
     assert {(row["task"], row["length"], row["error"]) for row in rows} == {(name, 600, None)}
 
 
-@pytest.mark.parametrize("name", ["needle_single", "needle_multi_value", "variable_tracking", "copy"])
+@pytest.mark.parametrize("name", ["needle_single", "needle_multi_value", "copy"])
 def test_an_answer_is_right_if_all_its_tokens_are(name):
     wrong = {ord(symbol) for symbol in "37ABCxyz"}
     rows = measure(knowing, name, parameters=jnp.array(sorted(wrong)))
@@ -72,25 +64,12 @@ def test_an_answer_is_right_if_all_its_tokens_are(name):
     assert 0 < np.mean([row["accuracy"] for row in rows]) < 1
 
 
-@pytest.mark.parametrize("name", ["induction", "mqar"])
-def test_a_model_that_looks_up_what_followed_solves_induction_and_recall(name):
-    assert {row["accuracy"] for row in measure(inducing, name, length=65)} == {1.0}
-
-
 def test_a_model_that_is_certain_of_one_symbol_is_right_by_chance():
     config = EvaluateConfig(batch_tokens=2**16, copy=CONFIG.copy.__class__(cases=50))
     (row,) = measure(lambda _, tokens, __: certain(jnp.full_like(tokens, ord("k"))), "copy", config=config)
     assert row["chance"] == 1 / 93
     asked = 50 * 299
     assert row["accuracy"] == pytest.approx(1 / 94, abs=4 * np.sqrt(1 / 94 / asked))
-
-
-@pytest.mark.parametrize("name", ["induction", "needle_multi_query", "common_words"])
-def test_batches_change_nothing(name):
-    parameters = jnp.array([ord("3"), ord("e")])
-    once = measure(knowing, name, parameters=parameters)
-    assert measure(knowing, name, parameters=parameters, batch_tokens=1800) == once
-    assert measure(knowing, name, parameters=parameters, batch_tokens=600) == once
 
 
 def test_a_refused_length_and_logits_that_are_not_finite_are_reported():
@@ -106,29 +85,6 @@ def test_a_refused_length_and_logits_that_are_not_finite_are_reported():
     assert (row["accuracy"], row["error"]) == (None, "the logits are not finite")
 
 
-def test_only_the_places_asked_about_get_logits():
-    seen = []
-
-    def logits(parameters, hidden):
-        seen.append(hidden.shape[:2])
-        return hidden
-
-    predictor = Predictor(knowing, logits)
-    measure(predictor, "induction")
-    assert set(seen) == {(6, 1)}  # 4096 tokens at a time are 6 rows of 600
-
-
-def test_likeliest_next_reads_the_place_before_the_answer():
-    tokens = jnp.array([[5, 6, 7, 8], [1, 2, 3, 4]])
-    found = likeliest_next(model(knowing), jnp.array([], jnp.int32), tokens, jnp.array([[0, 2], [1, 0]]), 4)
-    np.testing.assert_array_equal(found, [[6, 8], [3, 2]])
-
-
-def test_best_marks_what_is_not_finite():
-    logits = jnp.array([[0.0, 2.0, 1.0], [0.0, jnp.nan, 1.0], [0.0, jnp.inf, 1.0]])
-    np.testing.assert_array_equal(best(logits), [1, NOT_FINITE, NOT_FINITE])
-
-
 def written(text, key):
     """Tokens of a text in which KEY stands for the key, `|` for the end of the document, `!` for no number."""
     found = np.frombuffer(text.replace("KEY", key).encode().ljust(64, b"."), np.uint8).astype(np.int32)
@@ -140,8 +96,6 @@ def written(text, key):
     [
         (" KEY.", 1.0),
         ("..., I think KEY, or was it", 1.0),
-        (" 1KEY2", 1.0),
-        (" 00000.", 0.0),
         (" K E Y", 0.0),
         (" no idea| KEY", 0.0),
         ("KEY|!!!", 1.0),
@@ -171,7 +125,7 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 70) for name in SCHEMES), ("coca", 5)])
+@pytest.mark.parametrize(("name", "size"), [("dynamic NTK", 70), ("coca", 5), ("drawn", 70)])
 def test_greedy_decoding_writes_what_one_forward_pass_over_the_whole_text_predicts(name, size):
     shape = {"vocab_size": SIZE, "num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16, "tied_head": False}
     config = pj.nn.DecoderConfig(**shape, scheme=SCHEMES[name])
