@@ -14,12 +14,12 @@ from posjax.layout import KINDS, Layout
 ALL = {**spread.CASES, **spread.WINDOWS, **spread.WHOLE_ROWS, **spread.PER_HEAD}
 COVERING = [
     # A ring of more than two devices, whose positions are no arrays and so are not sent.
-    ("alibi, soft cap", "2x4", "ring", "zigzag", "blockwise"),
+    ("alibi, soft cap", "2x4", "ring", "contiguous", "dense"),
     ("rerope", "4x2", "all-gather", "contiguous", "blockwise"),
     ("coca", "2x4", "all-gather", "zigzag", "dense"),
-    ("two sides", "4x2", "ring", "contiguous", "dense"),
+    ("two sides", "4x2", "ring", "contiguous", "blockwise"),
     ("fox, packed", "2x4", "ring", "zigzag", None),
-    ("t5, packed", "2x2x2", "ring", "zigzag", "blockwise"),
+    ("t5, packed", "2x2x2", "all-gather", "contiguous", None),
     ("ssmax", "2x4", "ring-ulysses", "zigzag", "dense"),
     ("log-n, key norm, packed", "2x4", "ring-ulysses", "contiguous", "blockwise"),
     ("learned sinks, first tokens", "2x4", "ulysses", "contiguous", "blockwise"),
