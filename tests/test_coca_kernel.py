@@ -84,8 +84,7 @@ def test_the_kernels_make_the_features_and_carry_cotangents_back(name, pairing, 
     """In float32 both rows share a table."""
     tolerance = 2e-6 if dtype == np.float32 else 2**-8
     x, angles, cotangent = values(name, dtype, size)
-    angles = angles if dtype != np.float32 else angles[:1]
-    tables = of_angles(angles if dtype != np.float32 else angles[0])
+    angles, tables = (angles[:1], of_angles(angles[0])) if dtype == np.float32 else (angles, of_angles(angles))
     options = {"formula": FORMULAS[name], "pairing": pairing, "interpret": INTERPRET}
 
     @jax.jit
@@ -179,25 +178,18 @@ def test_an_automatic_mesh_does_not_use_the_kernel_and_a_shard_map_does():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8, 256, 3, 128), jnp.float32, sharding=rows)
+
+    def with_angles(x, angles):
+        return coca.query_feature(x, table(angles), variant="strict")
+
     gradient = jax.grad(partial(loss, partial(at_positions_from_0, coca.query_feature, width=128, variant="strict")))
     with jax.set_mesh(mesh):
         assert kernels(gradient, x) == [False, False]
         assert kernels(jax.shard_map(gradient, in_specs=rows.spec, out_specs=rows.spec), x) == [True, True]
-
-
-def test_shared_queries_with_a_split_table_do_not_use_the_kernel():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    x, angles = shape(1, 128, 2, 128, dtype=jnp.float32), shape(8, 128, 64, dtype=jnp.float32)
-
-    def run(x, angles):
-        return coca.query_feature(x, table(angles), variant="strict")
-
-    rows = PartitionSpec("data")
-    with jax.set_mesh(mesh):
-        assert kernels(jax.shard_map(run, in_specs=(PartitionSpec(), rows), out_specs=rows), x, angles) == [
-            False,
-            False,
-        ]
+        # Queries that all devices share, with a table that is split.
+        run = jax.shard_map(with_angles, in_specs=(PartitionSpec(), rows.spec), out_specs=rows.spec)
+        shared = shape(1, 128, 2, 128, dtype=jnp.float32), shape(8, 128, 64, dtype=jnp.float32)
+        assert kernels(run, *shared) == [False, False]
 
 
 def by_operation(name, pairing, x, angles):
@@ -235,7 +227,7 @@ def derivatives(f, x, angles, tangent):
 
 @pytest.mark.parametrize(("name", "pairing"), [("relative", "half"), ("slack", "interleaved"), ("key", None)])
 def test_derivatives_are_those_of_the_formula(name, pairing):
-    x, angles, weights = (jnp.asarray(a[:, :16], jnp.float32) for a in values(name))
+    x, angles, weights = (jnp.asarray(a[:, :128], jnp.float32) for a in values(name))
 
     def total(function, x, angles):
         return (jnp.sin(function(name, pairing, x, angles)) * weights).sum()
@@ -252,7 +244,7 @@ def test_derivatives_are_those_of_the_formula(name, pairing):
 
 def test_gradients_are_the_same_eager_by_pmap_and_in_a_checked_shard_map():
     """With a table that all devices share."""
-    x, angles = (jnp.asarray(a[:, :16], jnp.float32) for a in values("slack")[:2])
+    x, angles = (jnp.asarray(a[:, :128], jnp.float32) for a in values("slack")[:2])
     angles, devices = angles[:1], jax.devices()[:ROWS]
 
     def gradient(function, x, angles):

@@ -51,7 +51,6 @@ REFUSALS = [
     ("ulysses", lambda: fits(over("ring-ulysses", ulysses=4))),
     ("strategy", lambda: fits(over("neighbour"), window(18))),
     ("strategy", lambda: fits(over("neighbour"), pj.Scheme())),
-    ("strategy", lambda: fits(over("neighbour"), pj.Scheme(mask=masks.Window(4) | masks.FirstTokens(2)))),
     ("strategy", lambda: fits(over("neighbour"), COPE)),
     ("strategy", lambda: fits(over("ring"), COPE)),
     ("strategy", lambda: fits(over(("neighbour", "ulysses")), pj.Scheme(), heads=4)),
@@ -59,7 +58,6 @@ REFUSALS = [
     ("strategy", lambda: Placement(strategy="ulises")),
     ("strategy", lambda: Placement(strategy=("neighbour", "rings"))),
     ("strategy", lambda: Placement(strategy=())),
-    ("strategy", lambda: Placement(strategy=["neighbour", "ring"])),
     ("strategy", lambda: Placement(strategy=("neighbour", "auto"))),
     ("placement", lambda: Placement(("x",), "x")),
 ]

@@ -102,8 +102,6 @@ COVERING = [
     ("t5, packed", "mixed", "dense"),
 ]
 MORE = [
-    ("t5, packed", "mixed", "blockwise"),
-    ("array bias", "mixed", "dense"),
     *((name, "auto", ("dense", "blockwise")[n % 2]) for n, name in enumerate(CALLS)),
 ]
 
@@ -183,7 +181,6 @@ def test_vmap_over_rows_that_are_split():
 
 SIZED = {
     "Window": masks.Window,
-    "Prefix": masks.Prefix,
     "Chunked": masks.Chunked,
     "ChunksApart": lambda size: masks.ChunksApart(size, 0, 1),
     "heads": lambda size: masks.Dilated(size, (1, 1, 2, 3)),

@@ -87,17 +87,11 @@ LEARNED, SYMMETRIC = ALiBi(learned=True), ALiBi(symmetric=True, learned=True)
 SLIGHT = ALiBi(learned=True, steepest=2e-9)
 T5_NEAR, T5_BOTH = T5(num_buckets=8, max_distance=40), T5(num_buckets=8, max_distance=40, bidirectional=True)
 
+FEW, TOO_HIGH = {"queries": 200, "keys": 200, "batch": 1}, {"bounded": True, "loose_bound": True, "batch": 1}
+IN_ROWS = {"q_positions": PACKED, "kv_positions": PACKED}
+FAR_APART = {"q_positions": Range(jnp.int32(0), TOKENS), "kv_positions": Range(280, 200), "keys": 200}
 CASES = [
-    Case(
-        "packed alibi by positions of each row, with sinks",
-        bias=LEARNED,
-        mask=Causal() & Segments(IDS),
-        sinks=True,
-        q_positions=PACKED,
-        kv_positions=PACKED,
-        bounded=True,
-        heads=1,
-    ),
+    Case("packed alibi, sinks", LEARNED, Causal() & Segments(IDS), sinks=True, bounded=True, heads=1, **IN_ROWS),
     Case(
         "two-sided t5 in tiles behind, near and ahead, under a soft cap",
         bias=T5_BOTH,
@@ -111,50 +105,30 @@ CASES = [
     ),
     Case(
         "several parts, chunked, remapped, from a traced start, rows of tiles that see nothing",
-        remap=(Beyond(70),),
         mask=Causal() & Chunked(200),
-        q_positions=Range(jnp.int32(0), TOKENS),
-        kv_positions=Range(280, 200),
-        keys=200,
+        remap=(Beyond(70),),
         batch=1,
         blocks=LARGE,
+        **FAR_APART,
     ),
-    Case(
-        "fox on two cores, by positions of the keys",
-        bias=FoX(),
-        mask=Causal(),
-        queries=200,
-        keys=200,
-        kv_positions=jnp.arange(200),
-        batch=1,
-        kv_heads=2,
-        cores=2,
-    ),
-    with_extra_features("alibi, a bound too high", bias=LEARNED, loose_bound=True, bounded=True, batch=1, heads=1),
+    Case("fox on two cores", FoX(), Causal(), cores=2, kv_heads=2, kv_positions=jnp.arange(200), **FEW),
+    with_extra_features("alibi, a bound too high", bias=LEARNED, heads=1, **TOO_HIGH),
 ]
 
-FEW = {"queries": 200, "keys": 200, "batch": 1}
 WIDE = [
     Case(
         "t5 in a band of distances", T5_NEAR, Causal() & Window(60), 3.0, True, q_positions=Range(20, TOKENS), batch=1
     ),
     Case("decoding at the last positions of int32", T5_BOTH, q_positions=END, kv_positions=LAST, queries=3, batch=1),
     Case("slight alibi over all of int32", SLIGHT, Causal(), q_positions=EVERYWHERE, kv_positions=EVERYWHERE, batch=1),
-    with_extra_features(
-        "a bound that is too high before a row whose first tile takes near and remapped features",
-        remap=(Beyond(256),),
-        kv_positions=ONE_TILE,
-        loose_bound=True,
-        bounded=True,
-        batch=1,
-    ),
+    with_extra_features("a bound too high, far", remap=(Beyond(256),), kv_positions=ONE_TILE, **TOO_HIGH),
     with_extra_features("t5 under a bound among the features", bias=T5_NEAR, bounded=True, batch=1),
     with_extra_features("several parts under a bound among the features", bias=LEARNED, bounded=True, blocks=LARGE),
     Case("symmetric alibi from a traced start, capped", SYMMETRIC, None, 4.0, q_positions=Range(jnp.int32(90), TOKENS)),
-    Case("a bound that is too high", mask=Causal(), bias=LEARNED, bounded=True, loose_bound=True, batch=1),
+    Case("a bound that is too high", mask=Causal(), bias=LEARNED, **TOO_HIGH),
     Case("far with t5", bias=T5_NEAR, remap=(Beyond(140),), mask=Causal(), batch=1),
     Case("far of segments", mask=Causal(), remap=(Segments(IDS),), bias=T5_NEAR),
-    Case("far, packed", mask=Causal() & Segments(IDS), remap=(Beyond(70),), q_positions=PACKED, kv_positions=PACKED),
+    Case("far, packed", mask=Causal() & Segments(IDS), remap=(Beyond(70),), **IN_ROWS),
     Case("two branches with alibi", LEARNED, Causal(), remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)), batch=1),
     Case("soft cap, far, alibi", mask=Causal(), bias=LEARNED, softcap=2.0, remap=(Beyond(140),)),
     Case("bfloat16 far", dtype=jnp.bfloat16, remap=(Beyond(140),), mask=Causal(), softcap=5.0),

@@ -116,7 +116,7 @@ def test_the_kernel_is_used_in_a_shard_map_but_not_on_auto_axes():
 def test_derivatives_are_those_of_complex_numbers():
     """For features and for learned angles that rotate a part of them: first and second order, and under vmap."""
     x, angles = values()
-    x, angles, weights = x[:, :32], angles[:, :32, :32], np.cos(np.arange(SIZE))
+    x, angles, weights = x[:, :128], angles[:, :128, :32], np.cos(np.arange(SIZE))
 
     def by_formula(x, angles):
         turned = (x[..., :32] + 1j * x[..., 32:64]) * jnp.exp(1j * angles)[:, :, None]
