@@ -167,14 +167,22 @@ def test_a_ring_against_numpy(mesh, kind):
         np.testing.assert_allclose(placement.layout.restore(np.asarray(got), 1), wanted, atol=2e-6)
 
 
-def test_a_range_covers_the_whole_row():
+@pytest.mark.parametrize("places", [Range(1000, 16), np.arange(16) ** 2], ids=["range", "array"])
+def test_positions_of_the_whole_row_are_cut(places):
+    """A range, or an array in the order of the layout."""
     q, k, v = projections(2, 16)
     fire = pj.bias.FIRE(4)
     options = {"bias": fire.bind(jax.jit(fire.init, static_argnums=1)(jax.random.key(0), HEADS), num_heads=HEADS)}
-    options |= {"mask": CAUSAL, "q_positions": Range(1000, 16), "kv_positions": Range(1000, 16)}
-    found = spread_attention(spread.placement("2x4", "ring", "zigzag"), spread.device_mesh("2x4"), q, k, v, **options)
-    want = jax.jit(partial(pj.attention, **options))(q, k, v)
+    options["mask"] = CAUSAL
+    want = jax.jit(partial(pj.attention, **options, q_positions=places, kv_positions=places))(q, k, v)
+    placement, mesh = spread.placement("2x4", "ring", "zigzag"), spread.device_mesh("2x4")
+    placed = places if isinstance(places, Range) else placement.layout.apply(places, 0)
+    found = spread_attention(placement, mesh, q, k, v, q_positions=placed, kv_positions=placed, **options)
     chex.assert_trees_all_close(found, np.asarray(want), atol=1e-5)
+
+
+def test_a_range_of_one_device_is_refused():
+    q, k, v = projections(2, 16)
     placement, mesh = spread.placement("2x4", "ring", "contiguous"), spread.device_mesh("2x4")
     refused("positions", lambda: spread_attention(placement, mesh, q, k, v, kv_positions=Range(0, 4)))
 

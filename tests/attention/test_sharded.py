@@ -26,7 +26,7 @@ COVERING = [
     ("rope, packed", "4x2", "ulysses", "zigzag", None),
     ("cope, packed", "2x4", "ulysses", "zigzag", "dense"),
     ("window, packed", "2x4", "neighbour", "zigzag", "blockwise"),
-    ("window on two sides", "2x4", "neighbour", "zigzag", "dense"),
+    ("window on two sides", "2x4", "neighbour", "zigzag", "blockwise"),
     ("wide window on two sides", "4x2", "neighbour", "contiguous", "dense"),
     ("dilated heads", "2x2x2", "ulysses", "contiguous", None),
     ("kerple", "2x2x2", "all-gather", "zigzag", "dense"),
