@@ -70,12 +70,8 @@ def with_extra_features(name: str, **slots) -> Case:
     return Case(name, mask=Causal(), size=128, dtype=jnp.bfloat16, chip="TPU v6 lite", **slots)
 
 
-def random_ids(seed: int, lowest: int = -1) -> np.ndarray:
-    """Segments of several lengths that split tiles, different in each row; some padding first where it is -1."""
-    return np.sort(np.random.default_rng(seed).integers(lowest, 4, (2, TOKENS))).astype(np.int32)
-
-
-IDS = random_ids(0)
+# Segments of several lengths that split tiles, different in each row, after some padding.
+IDS = np.sort(np.random.default_rng(0).integers(-1, 4, (2, TOKENS))).astype(np.int32)
 # The second row has one segment from token 100 on, so that some of its tiles are whole.
 IDS[1, 100:] = 9
 PACKED = from_segments(IDS)
@@ -116,9 +112,7 @@ CASES = [
 ]
 
 WIDE = [
-    Case(
-        "t5 in a band of distances", T5_NEAR, Causal() & Window(60), 3.0, True, q_positions=Range(20, TOKENS), batch=1
-    ),
+    Case("capped t5 in a band", T5_NEAR, Causal() & Window(60), 3.0, True, q_positions=Range(20, TOKENS), batch=1),
     Case("decoding at the last positions of int32", T5_BOTH, q_positions=END, kv_positions=LAST, queries=3, batch=1),
     Case("slight alibi over all of int32", SLIGHT, Causal(), q_positions=EVERYWHERE, kv_positions=EVERYWHERE, batch=1),
     with_extra_features("a bound too high, far", remap=(Beyond(256),), kv_positions=ONE_TILE, **TOO_HIGH),
