@@ -185,6 +185,14 @@ def test_causal_attention_in_square_tiles_masks_the_diagonal_alone():
     np.testing.assert_array_equal(found.grid, [[[1, 2, 0], [1, 1, 2]]])
 
 
+def test_a_block_of_queries_without_keys_gets_a_masked_tile():
+    """Without a tile, the gradient of its queries would not be written."""
+    whole = Kind((0,), False)
+    plan = TilePlan((whole,), np.array([[1, 1], [0, 0]])).with_every_query
+    assert plan.kinds == (whole, Kind((0,), True))
+    np.testing.assert_array_equal(plan.grid, [[1, 1], [0, 2]])
+
+
 def test_rows_that_share_tiles_visit_what_any_of_them_needs():
     rows = np.zeros((2, 1, QUERIES, KEYS), bool)
     rows[0, :, :8, :12] = rows[1, :, :8, 12:24] = rows[:, :, 8:16] = True
