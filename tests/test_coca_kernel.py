@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from launches import launches
 
 import posjax as pj
 from posjax import coca
@@ -21,10 +20,6 @@ INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan")
 FORMULAS = planes.QUERY | {"key": planes.key}
 ONE = ("tied", "key")
 """Features whose planes have one component."""
-CASES = [(name, pairing) for name in FORMULAS for pairing in ((None,) if name in ONE else ("half", "interleaved"))]
-SIZES = [(128, np.float32, 2e-6), (128, jnp.bfloat16, 2**-8), (256, jnp.bfloat16, 2**-8)]
-cases = pytest.mark.parametrize(("name", "pairing"), CASES)
-sizes = pytest.mark.parametrize(("size", "dtype", "tolerance"), SIZES)
 
 
 def values(name: str, dtype=np.float32, size: int = 128):
@@ -70,82 +65,65 @@ def wanted_gradient(name: str, parts, angles, cotangent):
     return np.stack([(slope / (2 * step) * cotangent).sum(0) for slope in slopes])
 
 
-@cases
-@sizes
-def test_the_kernel_makes_the_features(name, pairing, size, dtype, tolerance):
-    x, angles, _ = values(name, dtype, size)
-    run = partial(tpu.features, formula=FORMULAS[name], pairing=pairing, interpret=INTERPRET)
-    got = np.asarray(jax.jit(run)(x, *of_angles(angles)))
-    chex.assert_shape(got, (ROWS, TOKENS, HEADS, size))
-    assert got.dtype == dtype
-    first, second = wanted(name, components(x, size, pairing), angles)
-    want = np.concatenate([first, second], -1)
-    np.testing.assert_allclose(got.astype(np.float64), want, rtol=tolerance, atol=tolerance * abs(want).max() / 8)
-
-
-@cases
-@sizes
-def test_the_kernel_carries_cotangents_back(name, pairing, size, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("name", "pairing", "size", "dtype"),
+    [
+        ("strict", "half", 128, np.float32),
+        ("strict", "interleaved", 256, jnp.bfloat16),
+        ("relative", "half", 256, jnp.bfloat16),
+        ("relative", "interleaved", 128, np.float32),
+        ("slack", "half", 128, jnp.bfloat16),
+        ("slack", "interleaved", 128, np.float32),
+        ("tied", None, 128, np.float32),
+        ("tied", None, 256, jnp.bfloat16),
+        ("key", None, 128, jnp.bfloat16),
+        ("key", None, 256, np.float32),
+    ],
+)
+def test_the_kernels_make_the_features_and_carry_cotangents_back(name, pairing, size, dtype):
+    """In float32 both rows share a table."""
+    tolerance = 2e-6 if dtype == np.float32 else 2**-8
     x, angles, cotangent = values(name, dtype, size)
-    run = partial(tpu.gradient, formula=FORMULAS[name], pairing=pairing, interpret=INTERPRET)
-    got = np.asarray(jax.jit(run)(x, *of_angles(angles), cotangent))
-    chex.assert_shape(got, x.shape)
-    assert got.dtype == dtype
-    parts, by_feature = components(x, size, pairing), components(cotangent, size, "half")
-    want = wanted_gradient(name, parts, angles, by_feature)
-    got = components(got, size, pairing)
+    angles, tables = (angles[:1], of_angles(angles[0])) if dtype == np.float32 else (angles, of_angles(angles))
+    options = {"formula": FORMULAS[name], "pairing": pairing, "interpret": INTERPRET}
+
+    @jax.jit
+    def run(x, cotangent, *tables):
+        return tpu.features(x, *tables, **options), tpu.gradient(x, *tables, cotangent, **options)
+
+    found, back = map(np.asarray, run(x, cotangent, *tables))
+    assert (found.shape, back.shape) == ((ROWS, TOKENS, HEADS, size), x.shape)
+    assert found.dtype == back.dtype == dtype
+    parts = components(x, size, pairing)
+    want = wanted(name, parts, angles)
+    close(components(found, size, "half"), want, tolerance)
+    want = wanted_gradient(name, parts, angles, components(cotangent, size, "half"))
+    close(components(back, size, pairing), want, tolerance)
+
+
+def close(got, want, tolerance: float) -> None:
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * abs(want).max() / 8)
 
 
-@pytest.mark.parametrize(
-    ("x", "grid", "tokens", "columns"),
-    [((2, 1024, 16, 128, jnp.bfloat16), (2, 2, 2), 512, 1024), ((1, 640, 3, 256, jnp.float32), (1, 5, 3), 128, 256),
-     ((1, 384, 6, 128, jnp.bfloat16), (1, 1, 1), 384, 768), ((1, 128, 2, 1024, jnp.float32), (1, 1, 2), 128, 1024)],
-)  # fmt: skip
-def test_blocks_have_up_to_512_tokens_and_2048_bytes_of_heads(x, grid, tokens, columns):
-    """As few programs as possible, in blocks that divide the tokens and the heads; one head may be wider."""
-    *sizes, dtype = x
-    (_, length, _, size), x = sizes, jax.ShapeDtypeStruct(sizes, dtype)
-    cos = jax.ShapeDtypeStruct((length, size // 2), jnp.float32)
-    found = launches(partial(tpu.features, formula=planes.QUERY["strict"], pairing="half"), x, cos, cos)
-    launch = found["posjax_coca"]
-    assert launch.grid == grid
-    assert launch.blocks == [(tokens, size)] * 2 + [(size, 2 * size)] + [(tokens, columns)] * 2
-
-
-def test_blocks_of_narrow_keys_are_as_wide_as_their_features():
-    t, cos = (jax.ShapeDtypeStruct(*of) for of in (((1, 512, 16, 64), jnp.bfloat16), ((512, 64), jnp.float32)))
-    launch = launches(partial(tpu.features, formula=planes.key, pairing=None), t, cos, cos)["posjax_coca"]
-    assert launch.grid == (1, 1, 2)
-    assert launch.blocks[-2:] == [(512, 8 * 64), (512, 8 * 128)]
-
-
-@pytest.mark.parametrize("sizes", [(0, 256, 4, 128), (2, 0, 4, 128), (2, 256, 0, 128)])
-def test_empty_arrays_have_no_kernel(sizes):
-    cos = jnp.zeros((sizes[1], 64))
-    assert not tpu.supports(jnp.zeros(sizes), cos)
-    assert tpu.supports(jnp.zeros([size or 256 for size in sizes]), cos)
-
-
-@pytest.mark.parametrize(("dtype", "precision"), [(np.float32, jax.lax.Precision.HIGHEST), (jnp.bfloat16, None)])
-def test_float32_is_copied_at_the_highest_precision(dtype, precision):
+def test_float32_is_copied_at_the_highest_precision():
     """At the default one a TPU would round the components to bfloat16."""
-    program = jax.make_jaxpr(tpu._product)(np.zeros((8, 4), dtype), np.zeros((4, 4), dtype))
-    assert program.eqns[0].params["precision"] == (precision and (precision, precision))
-    assert program.out_avals[0].dtype == np.float32
-
-
-@pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_rows_share_a_table(pairing):
     x, angles, cotangent = values("slack")
-    both = [
-        partial(f, formula=planes.slack, pairing=pairing, interpret=INTERPRET) for f in (tpu.features, tpu.gradient)
-    ]
-    got = jax.jit(lambda *table: (both[0](x, *table), both[1](x, *table, cotangent)))(*of_angles(angles[0]))
-    parts, by_feature = components(x, 128, pairing), components(cotangent, 128, "half")
-    np.testing.assert_allclose(components(got[0], 128, "half"), wanted("slack", parts, angles[:1]), atol=1e-5)
-    want = wanted_gradient("slack", parts, angles[:1], by_feature)
-    np.testing.assert_allclose(components(got[1], 128, pairing), want, atol=1e-5)
+    for run, arrays in ((tpu.features, ()), (tpu.gradient, (cotangent,))):
+        program = jax.make_jaxpr(partial(run, formula=planes.slack, pairing="half"))(x, *of_angles(angles), *arrays)
+        products = str(program).split("dot_general[")[1:]
+        assert products
+        assert all("HIGHEST" in product.split("preferred_element_type")[0] for product in products)
+
+
+def test_what_runs_on_tpus_computes_what_runs_elsewhere():
+    """Both implementations of features and of their cotangents. A program for TPUs cannot run here."""
+    x, angles, cotangent = values("slack")
+    feature = planes._Feature(planes.slack, "interleaved")
+    with pltpu.force_tpu_interpret_mode(INTERPRET):
+        for function, more in ((feature, ()), (planes._Cotangent(feature), (cotangent,))):
+            arrays = [jnp.asarray(array) for array in (*of_angles(angles), x, *more)]
+            on_tpu, elsewhere = (jax.jit(partial(function.on, name)) for name in ("tpu", "cpu"))
+            chex.assert_trees_all_close(on_tpu(*arrays), elsewhere(*arrays), rtol=1e-5, atol=1e-5)
 
 
 def table(angles) -> RotaryTable:
@@ -172,13 +150,15 @@ def loss(function, x):
 
 
 @pytest.mark.parametrize(
-    ("x", "taken"),
-    [(shape(2, 256, 3, 128), True), (shape(2, 256, 3, 256, dtype=jnp.float32), True), (shape(2, 256, 3, 64), False),
-     (shape(2, 200, 3, 128), False), (shape(2, 256, 3, 128, dtype=jnp.float16), False)],
+    ("x", "variant", "taken"),
+    [(shape(2, 256, 3, 128), "strict", True), (shape(2, 256, 3, 256, dtype=jnp.float32), "slack", True),
+     (shape(2, 256, 3, 64), "strict", False), (shape(2, 200, 3, 128), "slack", False),
+     (shape(2, 256, 3, 128, dtype=jnp.float16), "relative", False), (shape(0, 256, 3, 128), "strict", False),
+     (shape(2, 256, 2, 64), "tied", True), (shape(2, 256, 3, 64), "tied", False)],
 )  # fmt: skip
-@pytest.mark.parametrize("variant", ["strict", "slack", "relative"])
-def test_queries_use_the_kernel_where_heads_fill_lanes_and_tokens_fill_blocks(x, taken, variant):
-    run = partial(at_positions_from_0, coca.query_feature, width=x.shape[-1], variant=variant)
+def test_queries_use_the_kernel_where_heads_fill_lanes_and_tokens_fill_blocks(x, variant, taken):
+    width = x.shape[-1] * (2 if variant == "tied" else 1)
+    run = partial(at_positions_from_0, coca.query_feature, width=width, variant=variant)
     assert kernels(run, x) == [taken, False]
     assert kernels(jax.grad(partial(loss, run)), x) == [taken, taken]
     assert kernels(jax.grad(partial(loss, run)), x, platform="cpu") == [False, False]
@@ -187,55 +167,34 @@ def test_queries_use_the_kernel_where_heads_fill_lanes_and_tokens_fill_blocks(x,
 @pytest.mark.parametrize(
     ("t", "taken"),
     [(shape(2, 256, 2, 64), True), (shape(2, 256, 3, 128), True), (shape(2, 256, 3, 64), False),
-     (shape(2, 256, 2, 32), False), (shape(2, 1, 2, 64), False)],
+     (shape(2, 1, 2, 64), False)],
 )  # fmt: skip
 def test_keys_use_the_kernel_where_several_heads_fill_lanes(t, taken):
     run = partial(at_positions_from_0, coca.key_feature, width=2 * t.shape[-1])
-    tied = partial(at_positions_from_0, coca.query_feature, width=2 * t.shape[-1], variant="tied")
-    for function in (run, tied):
-        assert kernels(function, t) == [taken, False]
-        assert kernels(jax.grad(partial(loss, function)), t) == [taken, taken]
+    assert kernels(jax.grad(partial(loss, run)), t) == [taken, taken]
 
 
 def test_an_automatic_mesh_does_not_use_the_kernel_and_a_shard_map_does():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8, 256, 3, 128), jnp.float32, sharding=rows)
+
+    def with_angles(x, angles):
+        return coca.query_feature(x, table(angles), variant="strict")
+
     gradient = jax.grad(partial(loss, partial(at_positions_from_0, coca.query_feature, width=128, variant="strict")))
     with jax.set_mesh(mesh):
         assert kernels(gradient, x) == [False, False]
         assert kernels(jax.shard_map(gradient, in_specs=rows.spec, out_specs=rows.spec), x) == [True, True]
+        # Queries that all devices share, with a table that is split.
+        run = jax.shard_map(with_angles, in_specs=(PartitionSpec(), rows.spec), out_specs=rows.spec)
+        shared = shape(1, 128, 2, 128, dtype=jnp.float32), shape(8, 128, 64, dtype=jnp.float32)
+        assert kernels(run, *shared) == [False, False]
 
 
-def test_shared_queries_with_a_split_table_do_not_use_the_kernel():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    x, angles = shape(1, 128, 2, 128, dtype=jnp.float32), shape(8, 128, 64, dtype=jnp.float32)
-
-    def run(x, angles):
-        return coca.query_feature(x, table(angles), variant="strict")
-
-    rows = PartitionSpec("data")
-    with jax.set_mesh(mesh):
-        assert kernels(jax.shard_map(run, in_specs=(PartitionSpec(), rows), out_specs=rows), x, angles) == [
-            False,
-            False,
-        ]
-
-
-@pytest.fixture(params=["xla", "kernels"])
-def by_operation(request, monkeypatch):
-    """The operation that makes features: as on other platforms, and as on TPUs with the kernels interpreted."""
-    if request.param == "kernels":
-        for kernel in ("features", "gradient"):
-            monkeypatch.setattr(tpu, kernel, partial(getattr(tpu, kernel), interpret=True))
-        for kind in (planes._Feature, planes._Cotangent):
-            monkeypatch.setattr(kind, "on", lambda self, platform, *arrays, on=kind.on: on(self, "tpu", *arrays))
-    formulas = {name: partial(formula) for name, formula in FORMULAS.items()}  # new objects have no cached programs
-
-    def run(name, pairing, x, angles):
-        return planes.feature(formulas[name], pairing, *table(angles), x)
-
-    return run
+def by_operation(name, pairing, x, angles):
+    """The operation that makes features."""
+    return planes.feature(FORMULAS[name], pairing, *table(angles), x)
 
 
 def by_formula(name, pairing, x, angles):
@@ -256,8 +215,6 @@ def derivatives(f, x, angles, tangent):
 
     return {
         "gradients": gradient(x, angles),
-        "of components alone": jax.grad(f)(x, angles),
-        "jvp": along(x, angles),
         "linearize": jax.linearize(f, x, angles)[1](*tangent),
         "mapped": jax.vmap(gradient, (None, 0))(x, jnp.stack([angles, 0.5 * angles])),
         "both mapped": jax.vmap(gradient)(jnp.stack([x, -x]), jnp.stack([angles, 0.5 * angles])),
@@ -268,13 +225,9 @@ def derivatives(f, x, angles, tangent):
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "pairing"),
-    [("strict", "half"), ("slack", "interleaved"), ("relative", "half"), ("tied", None), ("key", None)],
-)
-def test_derivatives_are_those_of_the_formula(name, pairing, by_operation):
-    x, angles, weights = (jnp.asarray(a[:, :128, :2], jnp.float32) for a in values(name))
-    angles = jnp.asarray(values(name)[1][:, :128], jnp.float32)
+@pytest.mark.parametrize(("name", "pairing"), [("relative", "half"), ("slack", "interleaved"), ("key", None)])
+def test_derivatives_are_those_of_the_formula(name, pairing):
+    x, angles, weights = (jnp.asarray(a[:, :128], jnp.float32) for a in values(name))
 
     def total(function, x, angles):
         return (jnp.sin(function(name, pairing, x, angles)) * weights).sum()
@@ -289,53 +242,18 @@ def test_derivatives_are_those_of_the_formula(name, pairing, by_operation):
         chex.assert_trees_all_close(got[kind], found, rtol=1e-4, atol=2e-6 * float(scale), custom_message=kind)
 
 
-def test_the_gradient_of_queries_has_a_transpose(by_operation):
-    """The gradient is linear in the cotangent; here it is differentiated by the cotangent, with constant queries."""
-    x, angles, cotangent = (jnp.asarray(a, jnp.float32)[:, :128] for a in values("relative"))
+def test_gradients_are_the_same_eager_by_pmap_and_in_a_checked_shard_map():
+    """With a table that all devices share."""
+    x, angles = (jnp.asarray(a[:, :128], jnp.float32) for a in values("slack")[:2])
+    angles, devices = angles[:1], jax.devices()[:ROWS]
 
-    def transpose(function, direction):
-        back = jax.vjp(lambda x: function("relative", "half", x, angles), x)[1]
-        return jax.grad(lambda g: jnp.vdot(back(g)[0], direction))(cotangent)
+    def gradient(function, x, angles):
+        return jax.grad(lambda *a: jnp.sin(function("slack", "half", *a)).sum(), (0, 1))(x, angles)
 
-    got, want = (jax.jit(partial(transpose, function))(jnp.cos(3 * x)) for function in (by_operation, by_formula))
-    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-def gradient_of_slack(function, x, angles):
-    return jax.grad(lambda *a: jnp.sin(function("slack", "half", *a)).sum(), (0, 1))(x, angles)
-
-
-def test_gradients_are_the_same_eager_and_by_pmap(by_operation):
-    x, angles = (jnp.asarray(a, jnp.float32)[:, :128] for a in values("slack")[:2])
-    want = jax.jit(partial(gradient_of_slack, by_formula))(x, angles[:1])
-    ours, devices = partial(gradient_of_slack, by_operation), jax.devices()[:ROWS]
-    by_pmap = jax.pmap(ours, in_axes=(0, None), devices=devices)(x[:, None], angles[:1])
-    for found in (ours(x, angles[:1]), (by_pmap[0][:, 0], by_pmap[1].sum(0))):
-        chex.assert_trees_all_close(found, want, rtol=1e-4, atol=1e-4)
-
-
-def test_gradients_are_the_same_in_a_checked_shard_map():
-    """With a table that all devices share. Without kernels, whose interpreter does not support a checked shard_map."""
-    x, angles = (jnp.asarray(a, jnp.float32)[:, :128] for a in values("slack")[:2])
-    mesh = jax.make_mesh((ROWS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ROWS])
+    want, ours = jax.jit(partial(gradient, by_formula))(x, angles), partial(gradient, by_operation)
+    by_pmap = jax.pmap(ours, in_axes=(0, None), devices=devices)(x[:, None], angles)
+    mesh = jax.make_mesh((ROWS,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     specs = PartitionSpec("data"), PartitionSpec()
-
-    def ours(x, angles):
-        return gradient_of_slack(
-            lambda name, pairing, x, a: planes.feature(planes.slack, pairing, *table(a), x), x, angles
-        )
-
-    split = jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=specs)
-    found, want = jax.jit(lambda *a: (split(*a), gradient_of_slack(by_formula, *a)))(x, angles[:1])
-    chex.assert_trees_all_close(found, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("variant", "pairing"), [case for case in CASES if case[0] != "key"])
-def test_features_of_queries_and_of_fewer_key_heads(variant, pairing, by_operation):
-    q, angles, _ = values(variant)
-    t = values("key")[0][:, :, :2]
-    find = partial(coca.features, variant=variant, pairing=pairing or "half")
-    found = jax.jit(lambda q, t, angles: find(q, t, table(angles)))(q, t, jnp.asarray(angles, jnp.float32))
-    for got, name, x, own in zip(found, (variant, "key"), (q, t), (pairing, None), strict=True):
-        want = wanted(name, components(x, 128, own), angles)
-        np.testing.assert_allclose(components(got, 128, "half"), want, rtol=2e-6, atol=1e-5)
+    split = jax.jit(jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=specs))(x, angles)
+    for found in (ours(x, angles), (by_pmap[0][:, 0], by_pmap[1].sum(0)), split):
+        chex.assert_trees_all_close(jax.device_get(found), want, rtol=1e-4, atol=1e-4)

@@ -68,8 +68,8 @@ WINDOWS = {
     "window": Case(pj.Scheme(bias=ALIBI, mask=WINDOW)),
     "window, packed": Case(pj.Scheme(features=pj.rotary.Rotary(), mask=WINDOW), packed=True),
     "window on two sides": Case(pj.Scheme(bias=pj.bias.ALiBi(symmetric=True), mask=WINDOW), causal=False),
-    # With two shards the previous and the next chunk are the same, and the window reaches it from both sides.
-    "wide window on two sides": Case(pj.Scheme(mask=masks.Window(17)), causal=False, array_positions=True),
+    # The widest: with two shards, the window reaches the same chunk from both sides, and its first key is sent twice.
+    "wide window on two sides": Case(pj.Scheme(mask=masks.Window(25)), causal=False, array_positions=True),
     "fox in a window": Case(pj.Scheme(bias=pj.bias.FoX(), mask=WINDOW), packed=True, restart=False),
 }
 WHOLE_ROWS = {"cope, packed": Case(pj.Scheme(bias=pj.bias.CoPE(8)), packed=True, restart=False)}

@@ -84,7 +84,7 @@ def check(name, kind):
 
 # One example for each way in which a slot holds arrays, reads tokens, or differs between heads.
 COVERING = """
-rope mixed pope fire fox cope scale-invariant coca-tied rerope learned-sinks ssmax qwen3 performer
+mixed pope fire fox cope coca-tied rerope learned-sinks ssmax performer
 """
 
 
@@ -93,9 +93,8 @@ def test_by_types(name):
     check(f"{name} 1", "explicit")
 
 
-@pytest.mark.parametrize("name", ["fox", "mixed", "performer"])
-def test_by_a_partition(name):
-    check(f"{name} 1", "auto")
+def test_by_a_partition():
+    check("fox 1", "auto")
 
 
 @pytest.mark.wide
@@ -105,7 +104,7 @@ def test_every_scheme(name, kind):
     check(name, kind)
 
 
-@pytest.mark.parametrize("name", ["mixed 1", "pope 1"])
+@pytest.mark.parametrize("name", ["mixed 1", pytest.param("pope 1", marks=pytest.mark.wide)])
 def test_features_of_key_heads_that_are_repeated(name):
     """Three key heads over two devices: every device takes the parameters of the heads that its own queries need."""
     scheme, draw = SCHEMES[name], np.random.default_rng(1)

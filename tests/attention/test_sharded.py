@@ -1,97 +1,80 @@
-"""Attention on a mesh: every device attends to its own rows, and nothing is gathered."""
+"""Attention over a mesh equals attention on one device: outputs, log-sum-exps and every gradient, in float32.
 
-import dataclasses
-import importlib
-import re
-from functools import partial
+By default every class of slots occurs once, and every strategy with every layout, mesh and backend.
+"""
 
-import chex
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from attention import spread
 
 import posjax as pj
-from posjax import nn
-from posjax.attention.sharded import Placement
+from posjax.attention.sharded import Sizes
+from posjax.attention.sharded.choice import STRATEGIES, strategy_refusal
+from posjax.layout import KINDS, Layout
 
-ROWS, LENGTH = 8, 24
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-@pytest.fixture(scope="module")
-def config():
-    scheme = pj.scheme("t5", num_buckets=8, max_distance=12, scale={"name": "ssmax"})
-    return nn.DecoderConfig(
-        vocab_size=32, num_layers=2, model_dim=16, num_heads=2, scheme=scheme, implementation="blockwise"
-    )
-
-
-@pytest.fixture(scope="module")
-def decoder(config):
-    """The graph of the decoder, and random parameters in NumPy."""
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
-    draw = np.random.default_rng(1)
-    return graph, jax.tree.map(lambda leaf: np.float32(draw.normal(0, 0.3, leaf.shape)), shapes)
-
-
-@pytest.fixture(scope="module")
-def batch():
-    draw = np.random.default_rng(0)
-    return draw.integers(0, 32, (ROWS, LENGTH), np.int32), np.sort(draw.integers(0, 4, (ROWS, LENGTH), np.int32))
+ALL = {**spread.CASES, **spread.WINDOWS, **spread.WHOLE_ROWS, **spread.PER_HEAD}
+COVERING = [
+    # A ring of more than two devices, whose positions are no arrays and so are not sent.
+    ("alibi, soft cap", "2x4", "ring", "contiguous", "dense"),
+    ("rerope", "4x2", "all-gather", "contiguous", "blockwise"),
+    ("coca", "2x4", "all-gather", "zigzag", "dense"),
+    ("two sides", "4x2", "ring", "contiguous", "blockwise"),
+    ("fox, packed", "2x4", "ring", "zigzag", None),
+    ("t5, packed", "2x2x2", "all-gather", "contiguous", None),
+    ("ssmax", "2x4", "ring-ulysses", "zigzag", "dense"),
+    ("log-n, key norm, packed", "2x4", "ring-ulysses", "contiguous", "blockwise"),
+    ("learned sinks, first tokens", "2x4", "ulysses", "contiguous", "blockwise"),
+    ("rope, packed", "4x2", "ulysses", "zigzag", None),
+    ("cope, packed", "2x4", "ulysses", "zigzag", "dense"),
+    ("window, packed", "2x4", "neighbour", "zigzag", "blockwise"),
+    ("window on two sides", "2x4", "neighbour", "zigzag", "blockwise"),
+    ("wide window on two sides", "4x2", "neighbour", "contiguous", "dense"),
+    ("dilated heads", "2x2x2", "ulysses", "contiguous", None),
+    ("kerple", "2x2x2", "all-gather", "zigzag", "dense"),
+]
 
 
-def loss(graph, state, tokens, ids):
-    logits = nnx.merge(graph, state)(tokens, segment_ids=ids)
-    return jnp.square(logits).mean()
+def takes(name: str, mesh: str, strategy: str, kind: str) -> bool:
+    """Whether a strategy can split a case over this mesh with this layout."""
+    case, shape = ALL[name], spread.MESHES[mesh]
+    heads = spread.HEADS // (shape[2] if len(shape) == 3 else 1)
+    sizes = Sizes(spread.ROWS, spread.LENGTH, heads, case.kv_heads, shape[1], layout=Layout(kind, shape[1]), ulysses=2)
+    window = case.scheme.mask.size if name in spread.WINDOWS else None
+    return strategy_refusal(strategy, sizes._replace(window=window, counts=name in spread.WHOLE_ROWS)) is None
 
 
-def on_axis(config, axis):
-    config = dataclasses.replace(config, placement=Placement(batch=(axis,)))
-    return nnx.graphdef(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
+GRID = [
+    (name, mesh, strategy, kind, implementation)
+    for name in ALL
+    for mesh in spread.MESHES
+    for strategy in STRATEGIES
+    for kind in KINDS
+    for implementation in ("dense", "blockwise")
+    if takes(name, mesh, strategy, kind)
+]
 
 
-def compiled(graph, state, batch, mesh):
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
-        state = jax.device_put(state, NamedSharding(mesh, P()))
-        step = jax.jit(jax.value_and_grad(lambda state, *batch: loss(graph, state, *batch)))
-        return step.lower(state, *placed).compile(), (state, *placed)
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy", "kind", "implementation"),
+    [*COVERING, *(pytest.param(*case, marks=pytest.mark.wide) for case in GRID if case not in COVERING)],
+)
+def test_attention_over_a_mesh_is_that_of_one_device(name, mesh, strategy, kind, implementation):
+    spread.check(ALL[name], mesh, spread.placement(mesh, strategy, kind), implementation)
 
 
-def test_loss_and_gradients_are_those_of_one_device_and_nothing_is_gathered(config, decoder, batch, mesh):
-    graph, state = decoder
-    want = jax.jit(jax.value_and_grad(lambda state, *batch: loss(graph, state, *batch)))(state, *batch)
-    program, arguments = compiled(on_axis(config, "data"), state, batch, mesh)
-    chex.assert_trees_all_close(jax.device_get(program(*arguments)), jax.device_get(want), rtol=2e-4, atol=1e-6)
-    assert re.search(r"all-reduce", program.as_text()), "gradients are summed over the devices"
-    assert not re.search(r"all-gather|all-to-all", program.as_text())
-
-
-def test_without_the_axis_the_compiler_gathers(decoder, batch, mesh, monkeypatch):
-    """Why the axis is needed: in the same program the compiler alone gathers. Rows are too long to share tiles."""
-    monkeypatch.setattr(importlib.import_module("posjax.attention.blockwise"), "TILE_ELEMENTS", 1)
-    graph, state = decoder
-    program, _ = compiled(graph, state, batch, mesh)
-    assert re.search(r"all-gather|all-to-all|collective-permute", program.as_text())
-
-
-def test_without_a_mesh_it_is_a_plain_call(config, decoder, batch):
-    graph, state = decoder
-    run = jax.jit(loss, static_argnums=0)
-    chex.assert_trees_all_close(run(on_axis(config, "data"), state, *batch), run(graph, state, *batch), atol=1e-6)
-
-
-def test_a_batch_that_does_not_fit_the_mesh_is_refused(config, decoder, batch, mesh):
-    _, state = decoder
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"no axis \['dta'\]; it has \['data', 'model'\]"):
-        jax.eval_shape(partial(loss, on_axis(config, "dta")), state, *batch)
-    with pytest.raises(ValueError, match="6 rows cannot be split evenly over 4 devices"):
-        Placement(batch=("data",)).check(mesh.shape, batch=6, length=LENGTH, heads=2, kv_heads=2)
+@pytest.mark.parametrize(
+    ("scheme", "mesh", "strategy"),
+    [
+        (spread.CASES["rope, packed"].scheme, "2x2x2", "ring"),
+        # With a bias by distance, pieces are processed one by one, each with the scales of its own tokens.
+        (pj.Scheme(bias=pj.bias.T5(8, 12), scale=pj.scales.SSMax(bias=True)), "2x2x2", "ring"),
+        pytest.param(spread.CASES["rerope"].scheme, "2x4", "ring-ulysses", marks=pytest.mark.wide),
+        pytest.param(spread.CASES["fox, packed"].scheme, "2x2x2", "ring", marks=pytest.mark.wide),
+    ],
+    ids=["rope", "scales", "rerope", "fox"],
+)
+def test_both_pieces_of_a_zigzag_at_once(scheme, mesh, strategy):
+    """Pieces of 128 tokens or more are whole tiles; the shorter pieces of other tests are processed one by one."""
+    rings = spread.MESHES[mesh][1] // (2 if strategy == "ring-ulysses" else 1)
+    packed = scheme.bias is None and scheme.remap is None
+    case = spread.Case(scheme, packed=packed, rows=2, length=2 * 128 * rings)
+    spread.check(case, mesh, spread.placement(mesh, strategy, "zigzag"), "blockwise")

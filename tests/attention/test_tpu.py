@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from refusals import refused
 
 from posjax import masks
 from posjax._shapes import grouped
@@ -26,8 +27,8 @@ from posjax.attention.operation import attend_here
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
-from posjax.bias import FIRE, T5, ALiBi, FoX, Kerple, Sandwich
-from posjax.masks import Beyond, Causal, Chunked, ChunksApart, Dilated, FirstTokens, Globals, Prefix, Segments, Window
+from posjax.bias import FIRE, T5, ALiBi, FoX, Kerple
+from posjax.masks import Beyond, Causal, Chunked, ChunksApart, Dilated, FirstTokens, Segments, Window
 from posjax.positions import Range, as_array, from_segments
 
 TOKENS = 300
@@ -69,226 +70,69 @@ def with_extra_features(name: str, **slots) -> Case:
     return Case(name, mask=Causal(), size=128, dtype=jnp.bfloat16, chip="TPU v6 lite", **slots)
 
 
-def random_ids(seed: int, lowest: int = -1) -> np.ndarray:
-    """Segments of several lengths that split tiles, different in each row; some padding first where it is -1."""
-    return np.sort(np.random.default_rng(seed).integers(lowest, 4, (2, TOKENS))).astype(np.int32)
-
-
-IDS = random_ids(0)
+# Segments of several lengths that split tiles, different in each row, after some padding.
+IDS = np.sort(np.random.default_rng(0).integers(-1, 4, (2, TOKENS))).astype(np.int32)
 # The second row has one segment from token 100 on, so that some of its tiles are whole.
 IDS[1, 100:] = 9
 PACKED = from_segments(IDS)
-FLAGS = jnp.asarray(np.random.default_rng(1).random((2, TOKENS)) < 0.01)
 SHUFFLED = jnp.asarray(np.random.default_rng(2).permutation(TOKENS), jnp.int32)
-FAR_AWAY = Range(2**30, TOKENS)
+FAR_AWAY, LAST, END = Range(2**30, TOKENS), Range(2**31 - TOKENS, TOKENS), Range(2**31 - 3, 3)
 ONE_TILE = jnp.arange(TOKENS) + 1000 * (jnp.arange(TOKENS) >= 128)  # a causal mask hides the other tiles
 EVERYWHERE = jnp.asarray(np.linspace(-(2**31), 2**31 - 1, TOKENS).astype(np.int32))
 LEARNED, SYMMETRIC = ALiBi(learned=True), ALiBi(symmetric=True, learned=True)
+SLIGHT = ALiBi(learned=True, steepest=2e-9)
 T5_NEAR, T5_BOTH = T5(num_buckets=8, max_distance=40), T5(num_buckets=8, max_distance=40, bidirectional=True)
 
+FEW, TOO_HIGH = {"queries": 200, "keys": 200, "batch": 1}, {"bounded": True, "loose_bound": True, "batch": 1}
+IN_ROWS = {"q_positions": PACKED, "kv_positions": PACKED}
+FAR_APART = {"q_positions": Range(jnp.int32(0), TOKENS), "kv_positions": Range(280, 200), "keys": 200}
 CASES = [
+    Case("packed alibi, sinks", LEARNED, Causal() & Segments(IDS), sinks=True, bounded=True, heads=1, **IN_ROWS),
     Case(
-        "packed alibi by positions of each row, with sinks",
-        bias=LEARNED,
-        mask=Causal() & Segments(IDS),
-        sinks=True,
-        q_positions=PACKED,
-        kv_positions=PACKED,
+        "two-sided t5 in tiles behind, near and ahead, under a soft cap",
+        bias=T5_BOTH,
+        softcap=3.0,
+        q_positions=Range(170, 128),
+        queries=128,
+        keys=768,
         bounded=True,
+        batch=1,
         heads=1,
     ),
     Case(
-        "two-sided t5 in tiles behind, near and ahead, without a mask",
-        bias=T5_BOTH,
-        q_positions=Range(170, 128),
-        queries=128,
-        keys=768,
-        bounded=True,
-        batch=1,
-        kv_heads=2,
-    ),
-    Case(
-        "window and sinks with t5 that varies in a band of distances, under a soft cap",
-        bias=T5_NEAR,
-        mask=Causal() & (Window(60) | FirstTokens(3)),
-        softcap=3.0,
-        q_positions=Range(20, 200),
-        queries=200,
-        bounded=True,
-        batch=1,
-    ),
-    Case(
-        "several parts of one tile, symmetric alibi from a traced start under a soft cap",
-        bias=SYMMETRIC,
-        softcap=4.0,
-        q_positions=Range(jnp.int32(90), 256),
-        queries=256,
-        keys=256,
-        batch=1,
-        blocks=LARGE,
-    ),
-    Case(
-        "several parts, chunked, alibi from a traced start, rows of tiles that see nothing",
-        bias=LEARNED,
+        "several parts, chunked, remapped, from a traced start, rows of tiles that see nothing",
         mask=Causal() & Chunked(200),
-        q_positions=Range(jnp.int32(0), TOKENS),
-        kv_positions=Range(280, 200),
-        keys=200,
+        remap=(Beyond(70),),
         batch=1,
         blocks=LARGE,
+        **FAR_APART,
     ),
-    Case(
-        "decoding with t5 at the last positions of int32, which padding would leave",
-        bias=T5_BOTH,
-        mask=Causal() & Window(200),
-        q_positions=Range(2**31 - 3, 3),
-        kv_positions=Range(2**31 - TOKENS, TOKENS),
-        queries=3,
-        batch=1,
-    ),
-    Case(
-        "alibi so slight that it matters over all of int32",
-        bias=ALiBi(learned=True, steepest=2e-9),
-        mask=Causal(),
-        q_positions=EVERYWHERE,
-        kv_positions=EVERYWHERE,
-        bounded=True,
-        batch=1,
-    ),
-    Case(
-        "fox on two cores, by positions of the keys",
-        bias=FoX(),
-        mask=Causal(),
-        queries=200,
-        keys=200,
-        kv_positions=jnp.arange(200),
-        kv_heads=2,
-        cores=2,
-    ),
-    Case(
-        "two branches with alibi",
-        bias=LEARNED,
-        remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
-        mask=Causal(),
-        batch=1,
-    ),
-    Case("t5 that varies in a band of distances", bias=T5_NEAR, q_positions=Range(300, TOKENS), batch=1),
-    with_extra_features(
-        "alibi and a bound that is too high among the features", bias=LEARNED, loose_bound=True, bounded=True, batch=1
-    ),
-    with_extra_features(
-        "a bound that is too high before a row whose first tile takes near and remapped features",
-        remap=(Beyond(256),),
-        kv_positions=ONE_TILE,
-        loose_bound=True,
-        bounded=True,
-        batch=1,
-    ),
+    Case("fox on two cores", FoX(), Causal(), cores=2, kv_heads=2, kv_positions=jnp.arange(200), **FEW),
+    with_extra_features("alibi, a bound too high", bias=LEARNED, heads=1, **TOO_HIGH),
 ]
 
 WIDE = [
-    Case(
-        "several parts, symmetric alibi from a traced start",
-        bias=SYMMETRIC,
-        mask=Causal() & Chunked(200),
-        q_positions=Range(jnp.int32(90), 200),
-        kv_positions=Range(7, TOKENS),
-        queries=200,
-        batch=1,
-        blocks=LARGE,
-    ),
-    Case(
-        "rows of tiles that see nothing, with kerple under a soft cap",
-        bias=Kerple(),
-        mask=Causal() & Window(50) | Causal() & Prefix(170),
-        kv_positions=Range(150, TOKENS),
-        softcap=4.0,
-        batch=1,
-    ),
-    with_extra_features("alibi of remapped pairs among the features", bias=LEARNED, remap=(Beyond(140),), batch=1),
-    Case(
-        "two-sided t5 with four heads",
-        bias=T5_BOTH,
-        q_positions=Range(170, 128),
-        queries=128,
-        keys=768,
-        bounded=True,
-        batch=1,
-        heads=4,
-        kv_heads=2,
-    ),
-    Case("fox with four heads", bias=FoX(), mask=Causal(), queries=200, keys=200, heads=4, kv_heads=2, cores=2),
-    Case("plain"),
-    Case("causal learned alibi", bias=LEARNED, mask=Causal(), batch=1),
-    Case("a bound that is too high", mask=Causal(), bias=LEARNED, bounded=True, loose_bound=True, batch=1),
-    Case("far with t5", bias=T5_NEAR, remap=(Beyond(140),), mask=Causal(), batch=1),
-    Case("several parts in bfloat16", bias=ALiBi(), mask=Causal(), batch=1, dtype=jnp.bfloat16, blocks=LARGE),
-    Case("two-sided t5 in a band ahead", bias=T5_BOTH, kv_positions=Range(300, TOKENS), batch=1),
-    Case("one head per key", kv_heads=2, mask=Causal()),
-    Case("one key head", heads=4, mask=Causal(), bias=FoX(), blocks=LARGE),
-    *(Case(f"size {n}", size=n, value_size=n, mask=Causal(), bias=T5_NEAR, batch=1) for n in (16, 64, 80, 96, 128)),
-    *(Case(f"size {n}", size=n, value_size=n // 2, mask=Causal(), remap=(Beyond(140),), batch=1) for n in (192, 256)),
-    Case("bfloat16 t5", dtype=jnp.bfloat16, bias=T5_NEAR, mask=Causal() & Segments(IDS)),
-    Case("bfloat16 far", dtype=jnp.bfloat16, remap=(Beyond(140),), mask=Causal(), softcap=5.0),
-    Case("one tile", queries=100, keys=100, mask=Causal(), bias=T5_NEAR),
-    Case("whole tiles", queries=256, keys=384, mask=Causal(), bias=LEARNED),
-    Case("few queries", queries=9, q_positions=Range(TOKENS - 9, 9), mask=Causal(), bias=Kerple("power")),
-    Case("few keys", keys=40, mask=Causal(), bias=LEARNED),
-    Case("wide blocks of keys", blocks=Blocks(128, 384, 128), mask=Causal(), bias=T5_NEAR),
-    Case("wide blocks of queries", blocks=Blocks(384, 128, 128), mask=Causal(), bias=T5_NEAR, remap=(Beyond(140),)),
-    Case("band", mask=Window(90), bias=T5_BOTH),
-    Case("chunked", mask=Causal() & Chunked(100), bias=LEARNED, softcap=2.0),
-    Case("prefix", mask=Causal() | Prefix(150), bias=Kerple()),
-    Case("lambda", mask=Causal() & (Window(40) | FirstTokens(4)), remap=(Beyond(90) & Window(200),), sinks=True),
-    Case("dilated", mask=Causal() & Dilated(30, 3), bias=LEARNED),
-    Case("globals", mask=(Window(60) | Globals(FLAGS)) & Segments(IDS), bias=T5_BOTH),
-    Case("cross segments", mask=Segments(random_ids(3), random_ids(4)), bias=FoX()),
-    Case("soft cap, sinks and t5", mask=Causal(), bias=T5_NEAR, softcap=2.0, sinks=True),
-    Case("soft cap and far with alibi", mask=Causal(), bias=LEARNED, softcap=2.0, remap=(Beyond(140),)),
-    Case("sandwich", mask=Causal(), bias=Sandwich()),
-    Case("shuffled", mask=Causal(), bias=LEARNED, q_positions=SHUFFLED, kv_positions=SHUFFLED),
-    Case("shuffled keys alone", mask=Causal() & Window(80), kv_positions=SHUFFLED, remap=(Beyond(60),)),
-    Case("traced keys", mask=Causal() & Window(90), bias=T5_NEAR, kv_positions=Range(jnp.int32(40), TOKENS)),
-    Case("far away", mask=Causal(), bias=LEARNED, q_positions=FAR_AWAY, kv_positions=FAR_AWAY),
-    Case("far, packed", mask=Causal() & Segments(IDS), remap=(Beyond(70),), q_positions=PACKED, kv_positions=PACKED),
-    Case("far of segments", mask=Causal(), remap=(Segments(IDS),), bias=T5_NEAR),
-    Case("empty rows", mask=Causal() & Window(20), bias=T5_NEAR, q_positions=Range(250, TOKENS)),
-    Case("bounded", bounded=True),
-    Case("bounded kerple", mask=Causal(), bias=Kerple(), bounded=True, loose_bound=True, blocks=Blocks(128, 256, 128)),
+    Case("capped t5 in a band", T5_NEAR, Causal() & Window(60), 3.0, True, q_positions=Range(20, TOKENS), batch=1),
+    Case("decoding at the last positions of int32", T5_BOTH, q_positions=END, kv_positions=LAST, queries=3, batch=1),
+    Case("slight alibi over all of int32", SLIGHT, Causal(), q_positions=EVERYWHERE, kv_positions=EVERYWHERE, batch=1),
+    with_extra_features("a bound too high, far", remap=(Beyond(256),), kv_positions=ONE_TILE, **TOO_HIGH),
     with_extra_features("t5 under a bound among the features", bias=T5_NEAR, bounded=True, batch=1),
     with_extra_features("several parts under a bound among the features", bias=LEARNED, bounded=True, blocks=LARGE),
+    Case("symmetric alibi from a traced start, capped", SYMMETRIC, None, 4.0, q_positions=Range(jnp.int32(90), TOKENS)),
+    Case("a bound that is too high", mask=Causal(), bias=LEARNED, **TOO_HIGH),
+    Case("far, packed", mask=Causal() & Segments(IDS), remap=(Beyond(70),), **IN_ROWS),
+    Case("two branches with alibi", LEARNED, Causal(), remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)), batch=1),
+    Case("bfloat16 far", dtype=jnp.bfloat16, remap=(Beyond(140),), mask=Causal(), softcap=5.0),
+    Case("two-sided t5 in a band ahead", bias=T5_BOTH, kv_positions=Range(300, TOKENS), batch=1),
+    Case("one key head", heads=4, mask=Causal(), bias=FoX(), blocks=LARGE),
+    *(Case(f"size {n}", size=n, value_size=n, mask=Causal(), bias=T5_NEAR, **FEW) for n in (16, 64, 80, 96, 128)),
+    *(Case(f"size {n}", size=n, value_size=n // 2, mask=Causal(), remap=(Beyond(140),), **FEW) for n in (192, 256)),
+    Case("few queries", queries=9, q_positions=Range(TOKENS - 9, 9), mask=Causal(), bias=Kerple("power")),
+    Case("lambda", mask=Causal() & (Window(40) | FirstTokens(4)), remap=(Beyond(90) & Window(200),), sinks=True),
+    Case("shuffled", mask=Causal(), bias=LEARNED, q_positions=SHUFFLED, kv_positions=SHUFFLED),
+    Case("traced keys", mask=Causal() & Window(90), bias=T5_NEAR, kv_positions=Range(jnp.int32(40), TOKENS)),
+    Case("far away", mask=Causal(), bias=LEARNED, q_positions=FAR_AWAY, kv_positions=FAR_AWAY),
     Case("nothing at all", mask=Causal(), bias=Kerple(), kv_positions=Range(1000, TOKENS)),
-    Case("symmetric alibi without a mask", bias=SYMMETRIC, queries=200, batch=1),
-    Case(
-        "window and sinks with t5", bias=T5_NEAR, mask=Causal() & (Window(60) | FirstTokens(3)), bounded=True, batch=1
-    ),
-    Case(
-        "two-sided t5 with soft cap and sinks",
-        bias=T5_BOTH,
-        softcap=3.0,
-        sinks=True,
-        bounded=True,
-        batch=1,
-        heads=4,
-        kv_heads=2,
-    ),
-    Case(
-        "kerple from a traced start",
-        bias=Kerple(),
-        mask=Causal(),
-        q_positions=Range(jnp.int32(90), 200),
-        kv_positions=Range(7, TOKENS),
-        queries=200,
-        batch=1,
-    ),
-    Case("fox of segments", bias=FoX(), mask=Causal() & Segments(IDS), kv_heads=2),
-    Case(
-        "two branches with alibi and segments",
-        bias=LEARNED,
-        remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)),
-        mask=Causal() & Segments(IDS),
-    ),
-    Case("several parts", bias=T5_NEAR, mask=Causal() & Chunked(200), batch=1, blocks=LARGE),
     Case("three heads on two cores", bias=LEARNED, mask=Causal() & Window(100), heads=3, kv_heads=3, batch=1, cores=2),
 ]
 
@@ -469,31 +313,16 @@ def check_case(case: Case, unread=()) -> None:
     assert jax.tree.map(jnp.result_type, gradients) == jax.tree.map(jnp.result_type, values)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", CASES + [pytest.param(case, marks=pytest.mark.wide) for case in WIDE], ids=lambda case: case.name
+)
 def test_forward_and_every_gradient(case):
     check_case(case)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
-def test_forward_and_every_gradient_over_the_wide_grid(case):
-    check_case(case)
-
-
-def one_by_one(function):
-    """``function`` mapped over the first axis of its arguments like ``vmap``, but unrolled."""
-
-    def over(*arguments):
-        found = [function(*(x[n] for x in arguments)) for n in range(len(arguments[0]))]
-        return jax.tree.map(lambda *parts: jnp.stack(parts), *found)
-
-    return over
-
-
-@pytest.mark.parametrize("over", [jax.vmap, pytest.param(one_by_one, marks=pytest.mark.wide)])
-def test_parts_of_a_longer_sequence_merge_with_exact_gradients(over):
+def test_parts_of_a_longer_sequence_under_vmap_merge_with_exact_gradients():
     """Keys in two parts, merged by their log-sum-exps; more than half of the queries see nothing of the second."""
-    case, half = Case("parts", bias=LEARNED, mask=Causal(), queries=128, keys=160, batch=1), 80
+    case, half = Case("parts", bias=LEARNED, mask=Causal(), queries=128, keys=160, batch=1, heads=1), 80
     values = inputs(case)
 
     def merged(values):
@@ -502,7 +331,7 @@ def test_parts_of_a_longer_sequence_merge_with_exact_gradients(over):
             return call(cut, kernel(case), values | {"k": k, "v": v}, places(cut))
 
         k, v = (jnp.stack(jnp.split(values[name], 2, axis=1)) for name in "kv")
-        out, lse = over(part)(k, v, jnp.array([0, half]))
+        out, lse = jax.vmap(part)(k, v, jnp.array([0, half]))
         total = jnp.logaddexp(*lse)
         return loss_of(((out * jnp.exp(lse - total)[..., None]).sum(0), total))
 
@@ -510,80 +339,93 @@ def test_parts_of_a_longer_sequence_merge_with_exact_gradients(over):
     close(jax.jit(jax.value_and_grad(merged))(values), want, 2e-5)
 
 
-BEYOND_A_TILE = with_extra_features(
-    "alibi and remapped pairs among the features",
-    bias=LEARNED,
-    remap=(Beyond(128),),
-    queries=128,
-    keys=640,
-    q_positions=Range(384, 128),
-    batch=1,
-)
-BEYOND_A_TILE = dataclasses.replace(BEYOND_A_TILE, mask=Causal() & Window(240))
-WITHIN_A_TILE = Case("poison", remap=(Beyond(60),), queries=128, keys=512, q_positions=Range(256, 128), batch=1)
-WITHIN_A_TILE = dataclasses.replace(WITHIN_A_TILE, mask=Causal() & Window(100))
+def test_tiles_that_the_mask_empties_and_keys_of_other_branches_are_never_read():
+    """Keys 144 to 511 are seen: tile 1 by the remapped features alone, tile 2 by both, tile 3 by the near ones.
 
-
-@pytest.mark.parametrize(
-    ("case", "tiles"),
-    [
-        # Keys 144 to 511 are seen: tile 1 by the remapped features alone, tile 2 by both, tile 3 by the near ones.
-        (BEYOND_A_TILE, {"k": (0, 1, 4), "v": (0, 4), "k0": (0, 3, 4)}),
-        # Keys 157 to 383 are seen, in tiles 1 and 2; remapped pairs have keys up to 323.
-        pytest.param(WITHIN_A_TILE, {"k": (0, 3), "v": (0, 3), "k0": (0, 3)}, marks=pytest.mark.wide),
-    ],
-    ids=lambda x: x.name if isinstance(x, Case) else "",
-)
-def test_tiles_that_the_mask_empties_and_keys_of_other_branches_are_never_read(case, tiles):
-    """NaN there leaves no trace, forward or backward."""
+    NaN elsewhere leaves no trace, forward or backward.
+    """
+    case = with_extra_features(
+        "alibi and remapped pairs among the features",
+        bias=LEARNED,
+        remap=(Beyond(128),),
+        queries=128,
+        keys=640,
+        q_positions=Range(384, 128),
+        batch=1,
+    )
+    case = dataclasses.replace(case, mask=Causal() & Window(240))
+    tiles = {"k": (0, 1, 4), "v": (0, 4), "k0": (0, 3, 4)}
     check_case(case, [(name, slice(128 * n, 128 * n + 128)) for name, found in tiles.items() for n in found])
 
 
-@pytest.mark.wide
-def test_under_vmap():
-    """Every input is mapped, also the parameters of the bias."""
-    case = Case("mapped", bias=LEARNED, mask=Causal(), queries=200, keys=200, batch=1)
-    values = inputs(case)
-    many = jax.tree.map(lambda x: np.stack([x, 0.5 * x]).astype(x.dtype), values)
-
-    def gradient(backend, values):
-        return jax.grad(lambda v: loss_of(call(case, backend, v, places(case))))(values)
-
-    # Wait for it: an interpreted kernel calls back into JAX and hangs if this thread runs another program meanwhile.
-    got = jax.block_until_ready(jax.jit(jax.vmap(partial(gradient, kernel(case))))(many))
-    close(got, jax.jit(jax.vmap(partial(gradient, dense)))(many), 2e-5)
-
-
 def test_inside_shard_map_with_its_checks():
-    """Rows of the batch on two devices; both have the same parameters of the bias."""
+    """Rows of the batch on two devices; the gradient of what both share, the slopes, is summed over them."""
     case = Case("sharded", bias=LEARNED, mask=Causal(), queries=100, keys=100)
     values = inputs(case)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     placed = {name: P("data") if name in "qkv" else P() for name in values}
 
-    def gradient(backend):
-        @partial(jax.shard_map, mesh=mesh, in_specs=(placed,), out_specs=P())
-        def local(values):
-            found = call(case, lambda x: backend(vary_alike(x)), values, places(case))
-            return jax.lax.psum(loss_of(found), "data")
+    @partial(jax.shard_map, mesh=mesh, in_specs=(placed,), out_specs=P())
+    def local(values):
+        found = call(case, lambda x: kernel(case)(vary_alike(x)), values, places(case))
+        return jax.lax.psum(loss_of(found), "data")
 
-        return jax.jit(jax.grad(local))(values)
+    found = jax.eval_shape(jax.grad(local), values)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, values)
 
-    close(gradient(kernel(case)), gradient(dense), 2e-5)
+
+def test_a_bias_that_rises_with_distance_does_not_overflow_under_a_bound():
+    """The slope is negative, so the farthest key has a logit of 150, above what a bound without the bias allows."""
+    case = Case("rising", bias=LEARNED, mask=Causal(), batch=1, queries=128, keys=256, q_positions=Range(128, 128))
+    case = dataclasses.replace(case, bounded=True, heads=1)
+    values = inputs(case) | {"bias": {"slopes": np.float32([-0.6])}}
+    out, lse = jax.jit(lambda values: call(case, kernel(case), values, places(case)))(values)
+    with jax.enable_x64(True):
+        want = oracle(case, as_float64(values))
+    close((out, lse), want, 2e-6)
+
+
+def test_float32_is_multiplied_at_the_highest_precision():
+    """At the default one, a TPU would round the factors to bfloat16."""
+    case = Case("precision", queries=128, keys=128)
+
+    def run(values):
+        return jax.value_and_grad(lambda values: loss_of(call(case, kernel(case), values, places(case))))(values)
+
+    products = str(jax.make_jaxpr(run)(inputs(case))).split("dot_general[")[1:]
+    assert len(products) == 7  # forward two, backward five
+    for product in products:
+        assert "HIGHEST" in product.split("preferred_element_type")[0]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change"),
     [
-        ({"dtype": jnp.float16}, "q must be bfloat16 or float32, found float16"),
-        ({"bias": FIRE()}, "InterpolatedBias is neither a number for each key"),
-        ({"bias": T5_NEAR, "q_positions": SHUFFLED}, "needs positions that are ranges"),
-        ({"bias": ALiBi(), "softcap": 3.0, "q_positions": SHUFFLED}, "needs positions that are ranges"),
-        ({"bias": FoX(), "softcap": 3.0}, "ForgetBias is neither a number for each key"),
-        ({"mask": Dilated(30, (1, 2, 1, 2))}, "mask"),
+        ("q", {"dtype": jnp.float16}),
+        ("InterpolatedBias", {"bias": FIRE()}),
+        ("positions", {"bias": T5_NEAR, "q_positions": SHUFFLED}),
+        ("positions", {"bias": ALiBi(), "softcap": 3.0, "q_positions": SHUFFLED}),
+        ("ForgetBias", {"bias": FoX(), "softcap": 3.0}),
+        ("ForgetBias", {"bias": FoX(symmetric=True)}),
+        ("mask", {"mask": Dilated(30, (1, 2, 1, 2))}),
+        ("q_positions", {"bias": T5_NEAR, "q_positions": LAST, "kv_positions": Range(-1, TOKENS)}),
     ],
 )
-def test_what_the_kernels_do_not_take_is_refused(change, message):
+def test_what_the_kernels_do_not_take_is_refused(name, change):
     case = Case("refused", **change)
-    with pytest.raises(ValueError, match=f"implementation='tpu': .*{message}"):
-        call(case, kernel(case), inputs(case), places(case))
+    for word in ("implementation", name):
+        refused(word, lambda: call(case, kernel(case), inputs(case), places(case)))
+
+
+def test_a_bias_by_distance_is_taken_up_to_the_last_int32_and_up_to_half_of_fast_memory():
+    """Sums by distance take 64 bytes for a query or key: 409,600 tokens take 50 MiB, half of a chip's 100."""
+
+    def why(tokens, q_start=0, kv_start=0):
+        q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, tokens), (tokens,)))
+        bias = T5(num_buckets=8, max_distance=40).bind({"table": np.zeros((8, 1))}, num_heads=1)
+        return entry.refusal(Operands(q, kv, kv, bias, None, Range(q_start, tokens), Range(kv_start, tokens)))
+
+    assert why(128, 2**31 - 129) is None
+    assert "int32" in why(128, 2**31 - 128)
+    assert why(409_600, jnp.int32(0)) is None
+    assert "fast memory" in why(409_601, jnp.int32(0))

@@ -28,19 +28,18 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is not installed"),
 ]
 
+BIASES = {
+    "alibi": ALiBi(),
+    "learned alibi": ALiBi(learned=True),
+    "symmetric alibi": ALiBi(symmetric=True),
+    "t5": T5(),
+    "two-sided t5": T5(bidirectional=True),
+    "kerple": Kerple(),
+}
+REMAPPED = {"rerope": (Beyond(512),), "two branches": (ChunksApart(2048, 1, 1), ChunksApart(2048, 2))}
 SHORT, LONG, MILLION = 8192, 131_072, 2**20
 NAMED = ("causal", "alibi", "t5", "window and sinks", "segments", "rerope")
-OTHERS = (
-    "plain",
-    "own mask",
-    "learned alibi",
-    "symmetric alibi",
-    "two-sided t5",
-    "kerple",
-    "fox",
-    "soft cap",
-    "two branches",
-)
+OTHERS = ("plain", "own mask", *(name for name in BIASES if name not in NAMED), "fox", "soft cap", "two branches")
 chips = pytest.mark.parametrize("chip", CHIPS)
 
 
@@ -63,7 +62,7 @@ def program(
         "k": array((1, tokens, kv_heads, size)),
         "v": array((1, tokens, kv_heads, size)),
     }
-    for n in range({"rerope": 1, "two branches": 2}.get(name, 0)):
+    for n in range(len(REMAPPED.get(name, ()))):
         values |= {f"q{n}": values["q"], f"k{n}": values["k"]}
     features = tuple(values)
     values |= parameters(name, heads, tokens)
@@ -98,44 +97,33 @@ class Arithmetic(Mask):
 
 def parameters(name: str, heads: int, tokens: int) -> dict:
     array = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    if name in ("t5", "two-sided t5"):
-        return {"table": array((32, heads))}
-    if name == "kerple":
-        return {"a": array((heads,)), "p": array((heads,))}
-    if name == "fox":
-        return {"q_gates": array((1, heads, tokens)), "kv_gates": array((1, heads, tokens))}
-    return {"slopes": array((heads,))} if name == "learned alibi" else {}
+    gates = array((1, heads, tokens))
+    return {
+        "t5": {"table": array((32, heads))},
+        "two-sided t5": {"table": array((32, heads))},
+        "kerple": {"a": array((heads,)), "p": array((heads,))},
+        "learned alibi": {"slopes": array((heads,))},
+        "fox": {"q_gates": gates, "kv_gates": gates},
+    }.get(name, {})
 
 
 def slots(name: str, values: dict, ids, heads: int) -> dict:
     """Bias, mask, soft cap, branches and positions of a program."""
-    bias = {
-        "alibi": ALiBi(),
-        "learned alibi": ALiBi(learned=True),
-        "symmetric alibi": ALiBi(symmetric=True),
-        "t5": T5(),
-        "two-sided t5": T5(bidirectional=True),
-        "kerple": Kerple(),
-    }.get(name)
-    remap = {"rerope": (Beyond(512),), "two branches": (ChunksApart(2048, 1, 1), ChunksApart(2048, 2))}.get(name, ())
-    mask = {
-        "plain": None,
-        "symmetric alibi": None,
-        "two-sided t5": None,
+    masks = {
         "window and sinks": Causal() & (Window(4096) | FirstTokens(4)),
         "segments": Causal() & Segments(ids),
         "own mask": Causal() & Arithmetic(),
-    }.get(name, Causal())
-    positions = Range(0, ids.shape[-1])
+    } | dict.fromkeys(("plain", "symmetric alibi", "two-sided t5"))
+    bias = name in BIASES and BIASES[name].bind(values, num_heads=heads)
     return {
-        "bias": ForgetBias(values["q_gates"], values["kv_gates"])
-        if name == "fox"
-        else bias and bias.bind(values, num_heads=heads),
-        "mask": mask,
+        "bias": ForgetBias(values["q_gates"], values["kv_gates"]) if name == "fox" else bias or None,
+        "mask": masks.get(name, Causal()),
         "softcap": 30.0 if name == "soft cap" else None,
-        "remap": tuple(Branch(values[f"q{n}"], values[f"k{n}"], mask) for n, mask in enumerate(remap)),
-        "q_positions": positions,
-        "kv_positions": positions,
+        "remap": tuple(
+            Branch(values[f"q{n}"], values[f"k{n}"], where) for n, where in enumerate(REMAPPED.get(name, ()))
+        ),
+        "q_positions": Range(0, ids.shape[-1]),
+        "kv_positions": Range(0, ids.shape[-1]),
     }
 
 
@@ -162,35 +150,20 @@ def test_forward_and_backward_in_memory_linear_in_the_length(chip, name, tokens)
 
 
 @chips
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_form_of_bias_and_branches(chip, name):
-    temp_bytes(chip, name, SHORT)
-
-
-@chips
-@pytest.mark.parametrize("size", [64, 80, 96, 192, 256])
-def test_head_sizes(chip, size):
-    temp_bytes(chip, "alibi", SHORT, size=size)
-
-
-@chips
-def test_float32(chip):
-    temp_bytes(chip, "alibi", SHORT, heads=2, kv_heads=2, dtype="float32")
-
-
-@chips
-@pytest.mark.parametrize("name", ["alibi", "t5"])
-def test_grouped_heads(chip, name):
-    temp_bytes(chip, name, LONG, heads=16, kv_heads=2)
-
-
-@pytest.mark.parametrize("tokens", [100, 1000, 8300])
-def test_lengths_that_are_not_multiples_of_a_tile(tokens):
-    temp_bytes("v5e", "t5", tokens)
-
-
-def test_under_vmap():
-    temp_bytes("v5e", "alibi", SHORT, mapped=3)
+@pytest.mark.parametrize(
+    ("name", "tokens", "options"),
+    [
+        *((name, SHORT, {}) for name in OTHERS),
+        *(("alibi", SHORT, {"size": size}) for size in (64, 80, 96, 192, 256)),
+        ("alibi", SHORT, {"heads": 2, "kv_heads": 2, "dtype": "float32"}),
+        *((name, LONG, {"heads": 16, "kv_heads": 2}) for name in ("alibi", "t5")),
+        # Lengths that are not multiples of a tile.
+        *(("t5", tokens, {}) for tokens in (100, 1000, 8300)),
+        ("alibi", SHORT, {"mapped": 3}),
+    ],
+)
+def test_every_form_of_bias_and_branches_size_and_length(chip, name, tokens, options):
+    temp_bytes(chip, name, tokens, **options)
 
 
 @pytest.mark.parametrize(("heads", "backward"), [(8, False), (4, True)])
