@@ -104,7 +104,7 @@ def test_arrays_that_broadcast(name, qkv):
 @pytest.mark.parametrize("shape", [(), (TOKENS,), (TOKENS, 1), (HEADS, 1, 1), (1, 1, 1, 1)])
 def test_fewer_axes(shape, qkv):
     bias, mask = random_bias(*shape), random_mask(*shape, seed=1) | np.eye(TOKENS, dtype=bool)[..., :1]
-    found = pj.attention(*qkv, bias=bias, mask=mask)
+    found = jax.jit(pj.attention)(*qkv, bias=bias, mask=mask)
     whole = (ROWS, HEADS, TOKENS, TOKENS)
     want, _ = oracles.attention(*qkv, bias=np.broadcast_to(bias, whole), allowed=np.broadcast_to(mask, whole))
     np.testing.assert_allclose(found, want, atol=1e-6)
@@ -142,8 +142,9 @@ def test_schemes_take_arrays(qkv):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cope_counts_the_keys_that_an_array_shows(backend, qkv):
     bias = pj.bias.CoPE(5).bind({"table": random_bias(5, SIZE)}, num_heads=HEADS)
-    attend = jax.jit(partial(pj.attention, *qkv, bias=bias, implementation=backend))
-    np.testing.assert_allclose(attend(mask=LOWER & SAME), attend(mask=Causal() & Segments(IDS)), atol=1e-6)
+    attend = jax.jit(partial(pj.attention, bias=bias, implementation=backend))
+    array, typed = attend(*qkv, mask=LOWER & SAME), attend(*qkv, mask=Causal() & Segments(IDS))
+    np.testing.assert_allclose(array, typed, atol=1e-6)
 
 
 # Meshes.
