@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 
 import posjax as pj
-from posjax.attention.coca import coca_attention
-from posjax.masks import Beyond, Causal, Segments, Window
+from posjax.masks import Causal, Segments, Window
 from posjax.positions import Range
-from posjax.remap import Branch
 
 ROWS, KEYS, HEADS, SIZE = 2, 12, 2, 8
 SHOWN = np.random.default_rng(0).random((ROWS, 1, 12, KEYS)) < 0.7
@@ -48,10 +47,6 @@ def test_of_attention(options):
     assert_last(partial(pj.attention, **options))
 
 
-def test_of_remapped_pairs():
-    assert_last(lambda q, k, v, **where: pj.attention(q, k, v, remap=Branch(2 * q, k, Beyond(4)), **where))
-
-
 SCHEMES = {
     "rotary features": pj.scheme("rope"),
     "bias": pj.Scheme(bias=pj.bias.T5(8, 12, bidirectional=True)),
@@ -66,7 +61,9 @@ SCHEMES = {
 def test_of_schemes(name):
     scheme = SCHEMES[name]
     params = scheme.init(jax.random.key(1), HEADS, SIZE) | scheme.init_shared(jax.random.key(2), HEADS, SIZE)
-    assert_last(partial(scheme.attend, params=params))
+    attend = partial(scheme.attend, params=params)
+    assert_last(attend)
+    refused("q_positions", lambda: attend(*qkv(5)))
 
 
 def test_without_positions_where_nothing_reads_them():
@@ -80,19 +77,6 @@ def test_without_positions_where_nothing_reads_them():
     scheme = pj.Scheme(norm=pj.norms.QKNorm())
     params = scheme.init(jax.random.key(0), HEADS, SIZE)
     assert scheme.attend(q, k, v, params=params, causal=False, mask=SHOWN[..., :5, :]).shape == q.shape
-
-
-def test_of_coca_whose_rotation_is_in_its_tables():
-    q, k, v = qkv(1)
-    t, tables = (
-        k[..., : SIZE // 2],
-        [pj.rotary_table(at, pj.rotary.inverse_frequencies(SIZE)) for at in (Range(KEYS - 1, 1), Range(0, KEYS))],
-    )
-    attend = jax.jit(partial(coca_attention, table=tables[0], kv_table=tables[1]))
-    placed = attend(q, t, v, mask=Causal(), q_positions=Range(KEYS - 1, 1))
-    np.testing.assert_allclose(placed, attend(q, t, v), atol=1e-6)
-    with pytest.raises(ValueError, match="q_positions must be given"):
-        attend(q, t, v, mask=Causal())
 
 
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])

@@ -10,13 +10,11 @@ import numpy as np
 import oracles
 import pytest
 from attention.tiles import of_tiles
-from jax.sharding import PartitionSpec as P
 from refusals import refused
 
 import posjax as pj
 from posjax.attention.api import BACKENDS
 from posjax.attention.sharded import Placement, attend_on_mesh, context_attention
-from posjax.layout import Layout
 from posjax.masks import Causal, FirstTokens, Segments, Window, as_mask, materialise
 from posjax.positions import Range
 from posjax.remap import Branch
@@ -60,13 +58,13 @@ CASES = {
     "[q, k]": (random_bias(TOKENS, TOKENS), lambda: OF_PAIRS, OF_PAIRS),
     "[heads, q, k]": (random_bias(HEADS, TOKENS, TOKENS), lambda: Causal() & jnp.asarray(OF_ROWS), LOWER & OF_ROWS),
     "[batch, 1, 1, k]": (random_bias(ROWS, 1, 1, TOKENS), lambda: jnp.asarray(OF_HEADS) | Window(4), OF_HEADS | NEAR),
-    "[1, heads, q, 1]": (random_bias(1, HEADS, TOKENS, 1), lambda: ~(OF_HEADS & Segments(IDS)), ~(OF_HEADS & SAME)),
+    "[q, 1]": (random_bias(TOKENS, 1), lambda: ~(OF_HEADS & Segments(IDS)), ~(OF_HEADS & SAME)),
     "[batch, heads, q, k]": (
         random_bias(ROWS, HEADS, TOKENS, TOKENS),
         lambda: (~Window(4) & OF_QUERIES) | (FirstTokens(2) & ALL),
         (~NEAR & OF_QUERIES) | ((COLUMN < 2) & ALL),
     ),
-    "bfloat16": (random_bias(1, HEADS, TOKENS, TOKENS).astype(jnp.bfloat16), lambda: ~as_mask(ALL), ~ALL),
+    "bfloat16": (random_bias(HEADS, 1, 1).astype(jnp.bfloat16), lambda: ~as_mask(ALL), ~ALL),
 }
 
 
@@ -101,15 +99,6 @@ def test_arrays_that_broadcast(name, qkv):
     )
 
 
-@pytest.mark.parametrize("shape", [(), (TOKENS,), (TOKENS, 1), (HEADS, 1, 1), (1, 1, 1, 1)])
-def test_fewer_axes(shape, qkv):
-    bias, mask = random_bias(*shape), random_mask(*shape, seed=1) | np.eye(TOKENS, dtype=bool)[..., :1]
-    found = jax.jit(pj.attention)(*qkv, bias=bias, mask=mask)
-    whole = (ROWS, HEADS, TOKENS, TOKENS)
-    want, _ = oracles.attention(*qkv, bias=np.broadcast_to(bias, whole), allowed=np.broadcast_to(mask, whole))
-    np.testing.assert_allclose(found, want, atol=1e-6)
-
-
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 def test_arrays_compose_from_both_sides(make):
     array, positions = make(OF_PAIRS), Range(0, TOKENS)
@@ -133,23 +122,6 @@ def test_traced_arrays_compose_and_vmap(qkv):
         np.testing.assert_allclose(found, oracles.attention(*qkv, allowed=LOWER & array)[0], atol=1e-6)
 
 
-def test_schemes_take_arrays(qkv):
-    """A boolean array of the segments gives the same as ``Segments``."""
-    attend = jax.jit(pj.scheme("rope", mask={"name": "window", "size": 9}).attend)
-    np.testing.assert_allclose(attend(*qkv, mask=~as_mask(~SAME)), attend(*qkv, mask=Segments(IDS)), atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_cope_counts_the_keys_that_an_array_shows(backend, qkv):
-    bias = pj.bias.CoPE(5).bind({"table": random_bias(5, SIZE)}, num_heads=HEADS)
-    attend = jax.jit(partial(pj.attention, bias=bias, implementation=backend))
-    array, typed = attend(*qkv, mask=LOWER & SAME), attend(*qkv, mask=Causal() & Segments(IDS))
-    np.testing.assert_allclose(array, typed, atol=1e-6)
-
-
-# Meshes.
-
-
 @pytest.mark.parametrize(("kind", "causal"), [("explicit", True), ("auto", False), ("mixed", True)])
 def test_schemes_over_meshes_take_arrays(kind, causal):
     """There are as many queries as rows, but they must not be confused. Heads are split, and a mask differs by head."""
@@ -168,48 +140,20 @@ def test_schemes_over_meshes_take_arrays(kind, causal):
         np.testing.assert_allclose(jax.device_get(got), want, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("mask", {"mask": random_mask(1, 2, 8, 8)}),
-        ("mask", {"mask": random_mask(4, 1, 8, 8)}),
-        ("bias", {"bias": random_bias(2, 1, 8, 8)}),
-    ],
-)
-def test_shapes_that_fit_one_device_may_not_fit_the_call(name, options):
-    x = jnp.zeros((8, 8, HEADS, SIZE))
-    with jax.set_mesh(meshes.mesh("explicit", (2, 2))):
-        x = jax.device_put(x, P("data", None, "tensor"))
-        refused(name, lambda: pj.attention(x, x, x, **options))
+def test_arrays_over_pairs_are_refused_where_devices_share_a_row():
+    """Before anything compiles: as part of a mask, of remapped pairs, and as a bias."""
+    placement, x = Placement(context="tensor"), jnp.zeros((ROWS, TOKENS, HEADS, SIZE))
 
-
-@pytest.mark.parametrize("strategy", ["ring", "neighbour", "auto"])
-def test_arrays_over_pairs_are_refused_where_devices_share_a_row(strategy):
-    """Before anything compiles: as a mask, as part of one, of remapped pairs, and as a bias."""
-    placement, x = Placement(context="tensor", strategy=strategy), jnp.zeros((ROWS, TOKENS, HEADS, SIZE))
-
-    def call(function, **per_row):
+    def call(**options):
         def inside(_, qkv, rest):
-            return function(*qkv, **rest, placement=placement)
+            return context_attention(*qkv, **rest, placement=placement)
 
-        return lambda: attend_on_mesh(inside, placement, None, [x] * 3, per_row)
+        return lambda: attend_on_mesh(inside, placement, None, [x] * 3, options)
 
-    remapped = Branch(x[:, :10], x[:, :10], as_mask(OF_PAIRS))
     with jax.set_mesh(meshes.mesh("auto")):
-        refused("mask", call(pj.Scheme(mask=Window(3)).attend, mask=OF_PAIRS))
-        refused("mask", call(pj.Scheme(mask=Window(3)).attend, mask=~(Segments(IDS) & OF_PAIRS)))
-        refused("mask", call(partial(context_attention, remap=remapped)))
-        refused("bias", call(partial(context_attention, bias=random_bias(TOKENS, TOKENS), mask=OF_PAIRS)))
-
-
-def test_one_device_takes_a_row_in_any_order(qkv):
-    layout = Layout("zigzag", 2)
-    order = layout.order(TOKENS)
-    moved = [x[:, order] for x in qkv]
-    mask = OF_PAIRS[np.ix_(order, order)]
-    here = partial(pj.Scheme().attend, placement=Placement(layout=layout), implementation="dense")
-    want, _ = oracles.attention(*qkv, allowed=OF_PAIRS & LOWER)
-    np.testing.assert_allclose(jax.jit(here)(*moved, mask=mask), want[:, order], atol=1e-6)
+        refused("mask", call(mask=~(Segments(IDS) & OF_PAIRS)))
+        refused("mask", call(remap=Branch(x, x, as_mask(OF_PAIRS))))
+        refused("bias", call(bias=random_bias(TOKENS, TOKENS), mask=Causal()))
 
 
 def test_the_gradient_of_a_bias_is_the_only_array_of_its_size():

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention.grid import BATCH, IDS, LEARNED, T5_NEAR, Beyond, Case, call, called, gradients, inputs, loss, use_tiles
+from attention.grid import BATCH, T5_NEAR, Beyond, Case, call, called, inputs, loss, use_tiles
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from posjax.attention import attention
 from posjax.bias import ALiBi, Kerple
-from posjax.masks import Causal, Segments
-from posjax.positions import Range, from_segments
+from posjax.masks import Causal
+from posjax.positions import Range
 
 
 @pytest.fixture(autouse=True)
@@ -70,35 +70,6 @@ def test_gradients_inside_shard_map_with_its_checks(slots, backend, monkeypatch)
         chex.assert_trees_all_close(got[name], whole, atol=1e-11, rtol=1e-10)
 
 
-def test_segments_that_differ_per_device_inside_shard_map(monkeypatch):
-    case = called("packed")
-    use_tiles(monkeypatch, case)
-    values = inputs(case)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    specs = {name: P("data") if name in OF_ROWS else P() for name in values}
-
-    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P("data")), out_specs=P("data"))
-    def local(values, ids):
-        positions = from_segments(ids)
-        local_case = dataclasses.replace(
-            case, mask=Causal() & Segments(ids), q_positions=positions, kv_positions=positions
-        )
-        return call(local_case, values, "blockwise")[0]
-
-    gradient = jax.jit(jax.grad(lambda v: (local(v, IDS) ** 2).sum()))(values)
-    want = jax.jit(jax.grad(lambda v: (call(case, v, "dense")[0] ** 2).sum()))(values)
-    chex.assert_trees_all_close(gradient, want, atol=1e-12, rtol=1e-10)
-
-
-def test_under_pmap(monkeypatch):
-    case = Case("pmap", bias=LEARNED, mask=Causal())
-    use_tiles(monkeypatch, case)
-    many = jax.tree.map(lambda x: np.stack([x * (1 + n) for n in range(2)]), inputs(case))
-    got = jax.pmap(jax.grad(partial(loss, case, "blockwise")))(many)
-    want = gradients(case, "dense", jax.tree.map(lambda x: x[1], many))
-    chex.assert_trees_all_close(jax.tree.map(lambda x: np.asarray(x)[1], got), want, atol=1e-11, rtol=1e-9)
-
-
 def test_parts_of_a_longer_sequence_merge_with_exact_gradients():
     """Keys in two halves, merged by their log-sum-exps: the gradient through the residuals must be exact."""
     case = Case("halves", queries=12, keys=12, bias=ALiBi(learned=True), mask=Causal())
@@ -106,20 +77,12 @@ def test_parts_of_a_longer_sequence_merge_with_exact_gradients():
 
     def merged(values):
         bias = case.bias.bind(values["bias"], num_heads=4)
-        parts = [
-            attention(
-                values["q"],
-                values["k"][:, start : start + 6],
-                values["v"][:, start : start + 6],
-                bias=bias,
-                mask=Causal(),
-                q_positions=Range(0, 12),
-                kv_positions=Range(start, 6),
-                implementation="blockwise",
-                return_residuals=True,
-            )
-            for start in (0, 6)
-        ]
+        attend = partial(attention, values["q"], bias=bias, mask=Causal(), q_positions=Range(0, 12))
+        parts = []
+        for start in (0, 6):
+            k, v = (values[name][:, start : start + 6] for name in "kv")
+            places = {"kv_positions": Range(start, 6), "implementation": "blockwise", "return_residuals": True}
+            parts.append(attend(k, v, **places))
         total = jnp.logaddexp(parts[0][1], parts[1][1])
         return sum((out * jnp.exp(lse - total)[..., None]) for out, lse in parts)
 

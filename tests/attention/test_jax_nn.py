@@ -131,24 +131,6 @@ def test_masks_and_biases(name):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("group", [2, 4])
-def test_grouped_heads(group):
-    """Every key head serves ``group`` query heads; jax gets repeated keys."""
-    values = without_bias(drawn(group=group))
-    weights = np.cos(values["q"])
-
-    def repeated(q, k, v):
-        return theirs(q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2))
-
-    want = jax.jit(partial(with_gradients, repeated))(values, weights)
-    np.testing.assert_allclose(want[0], oracles.attention(**values)[0], atol=2e-6)
-    dense = jax.jit(partial(with_gradients, partial(ours, implementation="dense")))(values, weights)
-    for got in (dense, in_tiles(values, None, weights)):
-        chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
-        chex.assert_trees_all_close(got, want, atol=5e-6)
-
-
-@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precisions(dtype):
     """Two query heads for a key head, a bias and a causal mask, against the same numbers in float32.

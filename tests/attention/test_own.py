@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from attention import spread
-from attention.own_methods import EachHead, Fading, LearnedRows, Rows, SameGroup, Strided, Weighted, static
+from attention.own_methods import EachHead, Fading, Rows, SameGroup, Strided, Weighted, static
 from attention.tiles import in_tiles
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 import posjax as pj
 from posjax.attention.operands import Operands
@@ -177,35 +176,6 @@ def test_a_bias_that_names_its_axes_is_split_with_its_tokens(strategy):
     chex.assert_trees_all_close(found, jax.device_get(of_weights(lambda bias: whole(bias, Causal()))), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "strategy"),
-    [
-        (pj.Scheme(bias=LearnedRows(4), mask=Strided()), "ring"),
-        (pj.Scheme(bias=LearnedRows(4), mask=EachHead((1, 2, 3, 4))), "ulysses"),
-    ],
-    ids=["pairs", "pairs by head"],
-)
-def test_heads_and_tokens_over_a_mesh(scheme, strategy):
-    """The axis of entries is as long as that of heads, so slicing it by mistake would raise no error."""
-    placement = spread.placement("2x2x2", strategy, "contiguous")
-    spread.check(spread.Case(scheme), "2x2x2", placement, "dense")
-
-
-def test_rows_and_heads_over_explicit_axes():
-    """Each device has some of the heads, and the whole arrays of bias and mask."""
-    mesh = jax.make_mesh((2, 2), ("rows", "heads"))
-    sharding = NamedSharding(mesh, PartitionSpec("rows", None, "heads"))
-    slots = {"mask": Causal() & EachHead((1, 2, 3, 4)) & SameGroup(np.arange(TOKENS) // 7)}
-
-    def loss(rows, *projected):
-        return jnp.sin(pj.attention(*projected, bias=Rows(rows), **slots)).sum()
-
-    want = jax.jit(jax.grad(loss))(rows(), *qkv())
-    with jax.set_mesh(mesh):
-        got = jax.jit(jax.grad(loss))(rows(), *jax.device_put(tuple(qkv()), sharding))
-    np.testing.assert_allclose(got, want, atol=1e-5)
-
-
 @register
 @frozen
 class Alike(pj.bias.Bias):
@@ -217,24 +187,12 @@ class Alike(pj.bias.Bias):
         return -self.rate * jnp.abs(pj.bias.distance(q_positions, kv_positions))
 
 
-@register
-@frozen
-class Squared(pj.bias.LinearBias):
-    """Inherits from a bias that grows with the distance, and grows with its square."""
-
-    by_distance = False
-
-    def values(self, q_positions, kv_positions):
-        return -jnp.square(super().values(q_positions, kv_positions))
-
-
 DISTANCE = np.abs(np.arange(TOKENS)[:, None] - np.arange(TOKENS))
 ONE_HEAD = rows(1)
 SERVED = {
     "no axis of heads": (Alike(jnp.float32(0.5)), -0.5 * DISTANCE),
     "one head": (Rows(jnp.asarray(ONE_HEAD)), ONE_HEAD[:, np.minimum(DISTANCE, HEADS - 1)]),
     "arrays of NumPy": (Rows(rows()), rows()[:, np.minimum(DISTANCE, HEADS - 1)]),
-    "a bias of the library": (Squared(jnp.full(HEADS, 0.1), symmetric=True), -np.square(0.1 * DISTANCE)),
 }
 
 
@@ -249,21 +207,8 @@ def test_values_for_any_number_of_heads(name, implementation):
         np.testing.assert_allclose(attend(*qkv(), bias=bias, implementation=implementation, **places), want, atol=1e-5)
 
 
-@register
-@frozen
-class Doubled(pj.bias.LinearBias):
-    """Inherits from a bias that adds, and multiplies."""
-
-    by_distance = False
-
-    def apply(self, scores, q_positions, kv_positions):
-        return scores * 2
-
-
-@pytest.mark.parametrize(
-    "bias", [Doubled(jnp.ones(HEADS), symmetric=True), Fading(jnp.full((HEADS, 1), 2.0))], ids=["library", "own"]
-)
-def test_a_bias_may_replace_how_scores_are_changed(bias):
+def test_a_bias_may_multiply_the_scores():
+    bias = Fading(jnp.full((HEADS, 1), 2.0))
     want, _ = oracles.attention(*qkv(), scale=2 * SIZE**-0.5)
     np.testing.assert_allclose(whole(bias, None), want, atol=1e-5)
     np.testing.assert_allclose(tiled(bias, None), want, atol=1e-5)

@@ -1,5 +1,6 @@
 """Padding may hold any values: they reach no output and no gradient."""
 
+import itertools
 from functools import partial
 
 import chex
@@ -73,17 +74,6 @@ CASES = {
 }
 
 
-@backends
-def test_scales_at_padding_reach_no_output_and_no_gradient(backend):
-    """A learned temperature per token comes from hidden states, which may hold any values at padding."""
-
-    def attend(scale, q, k, v):
-        options = {"mask": Causal() & Segments(IDS), "implementation": backend}
-        return pj.attention(q, k, v, scale=jnp.broadcast_to(scale[..., :1], (BATCH, LENGTH, HEADS)), **options)
-
-    assert_padding_has_no_effect(attend, (normal(4, BATCH, LENGTH, 2), *projections()))
-
-
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -132,36 +122,21 @@ def test_which_tokens_are_padding():
         assert masks.padding_of(mask) is None, "a token that another mask may show is no padding"
 
 
-def test_sinks_and_far_branches():
+@backends
+def test_scales_far_branches_and_sinks(backend):
+    """A learned temperature per token comes from hidden states, which may hold any values at padding."""
+
+    def run(q, k, v, remapped_q, remapped_k, scale, sinks):
+        options = {"remap": Branch(remapped_q, remapped_k, Beyond(3)), "sinks": sinks, "implementation": backend}
+        scale = jnp.broadcast_to(scale[..., :1], (BATCH, LENGTH, HEADS))
+        return pj.attention(q, k, v, mask=Causal() & Segments(IDS), scale=scale, **options)
+
     q, k, v = projections()
-
-    def run(q, k, v, remapped_q, remapped_k, sinks):
-        remap = Branch(remapped_q, remapped_k, Beyond(3))
-        return pj.attention(
-            q, k, v, mask=Causal() & Segments(IDS), remap=remap, sinks=sinks, implementation="blockwise"
-        )
-
-    assert_padding_has_no_effect(run, (q, k, v, q[..., ::-1], np.square(k)), normal(5, HEADS))
-
-
-def test_cross_attention_has_padding_of_its_own_on_either_side():
-    q, k, v = projections()
-    q, hidden = q[:, :3], np.asarray([[0, 0, -1]] * BATCH, np.int32)
-    poisoned_q = np.where(hidden[..., None, None] < 0, np.float32(np.nan), q)
-
-    def loss(q, k, v):
-        return jnp.sin(pj.attention(q, k, v, mask=Segments(hidden, np.minimum(IDS, 0)))).sum()
-
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
-    chex.assert_trees_all_close(run(poisoned_q, poisoned(k), poisoned(v)), run(q, k, v), atol=1e-6)
+    tokens = (q, k, v, q[..., ::-1], np.square(k), normal(4, BATCH, LENGTH, 2))
+    assert_padding_has_no_effect(run, tokens, normal(5, HEADS))
 
 
 COVERING = ("coca-strict", "fox", "qwen3", "performer")
-
-
-def schemes_of(name):
-    made = preset(name)
-    return dict.fromkeys(made.schemes) if isinstance(made, pj.Layers) else (made,)
 
 
 def initial(scheme, size):
@@ -190,17 +165,13 @@ def check_scheme(scheme, backend):
     assert_padding_has_no_effect(run, (q, k, v, x), params)
 
 
-@pytest.mark.parametrize("name", COVERING)
-def test_schemes(name):
-    for scheme in schemes_of(name):
-        check_scheme(scheme, "dense")
+EVERY = [pytest.param(*case, marks=pytest.mark.wide) for case in itertools.product(NAMES, BACKENDS)]
 
 
-@pytest.mark.wide
-@backends
-@pytest.mark.parametrize("name", NAMES)
-def test_every_preset(name, backend):
-    for scheme in schemes_of(name):
+@pytest.mark.parametrize(("name", "backend"), [*((name, "dense") for name in COVERING), *EVERY])
+def test_schemes(name, backend):
+    made = preset(name)
+    for scheme in dict.fromkeys(made.schemes) if isinstance(made, pj.Layers) else (made,):
         check_scheme(scheme, backend)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention.own_methods import EachHead, Fading, Rows, SameGroup, Strided, Weighted, static
+from attention.own_methods import EachHead, Rows, SameGroup, Strided, Weighted, static
 from refusals import refused
 
 import posjax as pj
@@ -15,7 +15,7 @@ from posjax.attention.cache import Cache
 from posjax.attention.coca import coca_attention
 from posjax.attention.sharded import Placement, context_attention
 from posjax.bias import T5, ALiBi, CoPE, FoX
-from posjax.masks import ArrayMask, Beyond, Causal, Dilated, FirstTokens, Segments, Window, as_mask
+from posjax.masks import Beyond, Causal, Dilated, FirstTokens, Segments, Window
 from posjax.positions import Range
 from posjax.remap import Branch
 
@@ -64,14 +64,12 @@ BRANCH = Branch(Q, K, Beyond(2))
 REFUSED = [
     # Shapes and dtypes.
     ("q", call(Q[0])),
-    ("q", call(Q.astype(int))),
     ("q", call(Q[:, :, :3])),
     ("k", call(Q[:1])),
     ("k", call(Q[..., :7])),
     ("k", call(k=K[:, :0], v=V[:, :0])),
     ("k", call(k=K.astype(int))),
     ("v", call(v=V[:1])),
-    ("v", call(v=V[:, :4])),
     ("v", call(v=V[:, :, :1])),
     ("k", coca(3, 3)),
     ("v", coca(2, 1)),
@@ -82,19 +80,15 @@ REFUSED = [
     ("mask", call(FEWER, mask=PAIRS.tolist())),
     ("Causal", call(mask=Causal)),
     ("mask", call(mask=PAIRS[:4])),
-    ("mask", call(mask=Causal() & PAIRS[:, 1:])),
     ("mask", call(mask=shaped(3, 1, 1, 5))),
     ("mask", call(mask=shaped(3, 5, 5))),
-    ("mask", call(mask=~as_mask(shaped(3, 5, 5)))),
     ("mask", call(mask=shaped(1, 1, 4, 5, 5))),
     ("q_ids", call(mask=Segments(np.zeros((2, 9), np.int32)))),
     ("q_ids", call(mask=Segments(np.zeros((2, 5))))),
     # Biases.
     ("bias", call(bias=3.0)),
-    ("bias", call(bias=[[0.5]])),
     ("ALiBi", call(bias=ALiBi)),
     ("bias", call(bias=PAIRS)),
-    ("bias", call(bias=PAIRS * 1)),
     ("bias", call(bias=np.zeros((4, 5), np.float32))),
     ("bias", call(bias=np.zeros((3, 5, 5), np.float32))),
     ("bias", call(bias=np.zeros((1, 1, 4, 5, 5), np.float32))),
@@ -104,17 +98,14 @@ REFUSED = [
     ("bias", cope(remap=BRANCH)),
     # Numbers.
     ("softcap", call(softcap="30")),
-    ("softcap", call(softcap=0.0)),
     ("softcap", call(softcap=jnp.float32(-3))),
     ("softcap", call(softcap=jnp.float32(jnp.inf))),
     ("softcap", call(softcap=jnp.ones(4))),
     ("scale", call(scale=np.ones(3))),
-    ("scale", call(scale=np.ones((1, 2, 5, 4)))),
     ("scale", call(scale=True)),
     ("scale", call(scale="log-n")),
     ("scale", call(scale=float("nan"))),
     ("sinks", call(sinks=np.zeros(2, np.float32))),
-    ("sinks", call(sinks=np.zeros((1, 4), np.float32))),
     ("sinks", call(sinks=[0.0] * 4)),
     ("decay", call(decay=[0.5] * 8)),
     ("decay", call(decay=np.ones(7))),
@@ -125,13 +116,11 @@ REFUSED = [
     ("remap", call(remap=Branch(Q, K[:, :2], Beyond(2)))),
     # Positions.
     ("q_positions", call(q_positions=np.arange(7))),
-    ("q_positions", call(q_positions=np.zeros((3, 5), int))),
     ("q_positions", call(q_positions=np.zeros(5))),
     ("q_positions", call(Q[:, :1], q_positions=np.array([3, 5]))),
     ("kv_positions", call(kv_positions=Range(0, 4))),
     # Backends and derivatives.
     ("blockwise", call(implementation="blokwise")),
-    ("cudnn", call(implementation="cudn")),
     ("tpu", lambda: pj.attention(Q, K, V, implementation="tpu")),
     ("size", call(mask=Causal() & Window(jnp.int32(3)), implementation="tpu")),
     ("softcap", call(softcap=jnp.float32(2), implementation="tpu")),
@@ -143,32 +132,13 @@ REFUSED = [
 NEEDS_POSITIONS = [
     {"mask": Causal()},
     {"mask": ~Window(3)},
-    {"mask": Window(20) & shaped(1, 5)},
     {"bias": ALiBi(symmetric=True)},
-    {"bias": ALiBi().bind(num_heads=4), "mask": Causal()},
     {"remap": Branch(FEWER, K, Beyond(2))},
     {"decay": np.full(8, 0.01)},
     {"mask": Causal(), "kv_positions": Range(0, 5)},
 ]
-SCHEMES = [
-    pj.scheme("rope"),
-    pj.Scheme(bias=T5(8, 12, bidirectional=True)),
-    pj.Scheme(mask=Window(5)),
-    pj.Scheme(features=pj.rotary.Rotary(), remap=pj.remap.ReRoPE(4)),
-    pj.Scheme(scale=pj.scales.LogN(4)),
-]
-
-
-def of_scheme(scheme, queries=3, **options):
-    params = scheme.init(jax.random.key(1), 4, 8, num_kv_heads=2) | scheme.init_shared(jax.random.key(2), 4, 8)
-    return lambda: jax.eval_shape(lambda q: scheme.attend(q, K, V, params=params, **options), Q[:, :queries])
-
-
 REFUSED += [("q_positions", call(FEWER, **options)) for options in NEEDS_POSITIONS]
-REFUSED += [("q_positions", of_scheme(scheme)) for scheme in SCHEMES]
-REFUSED += [("q_positions", of_scheme(scheme, causal=False)) for scheme in SCHEMES]
 REFUSED += [
-    ("q_positions", of_scheme(pj.Scheme(), mask=Segments(IDS, np.zeros((2, 5), np.int32)))),
     ("q_positions", lambda: context_attention(FEWER, K, V, mask=Causal(), placement=ONE_DEVICE)),
 ]
 
@@ -218,17 +188,6 @@ class Longer(pj.bias.LinearBias):
     rates: jax.Array | None = None
 
 
-@register
-@frozen
-class PerRow(pj.bias.Bias):
-    """An array over rows, whose axes it does not name."""
-
-    rates: jax.Array
-
-    def values(self, q_positions, kv_positions):
-        return self.rates[:, None, None, None] * difference(q_positions, kv_positions)
-
-
 @frozen
 class Unregistered(pj.masks.Mask):
     def pairs(self, i, j):
@@ -241,36 +200,12 @@ class NoBias(pj.bias.BiasSpec):
 
 
 @register
-@frozen
-class Table(pj.masks.Mask):
-    """Looks positions up in a constant array."""
-
-    def pairs(self, i, j):
-        return jnp.arange(1000)[i] <= j
-
-
-@register
 @dataclasses.dataclass
 class Changeable(pj.masks.Mask):
     size: int = static(default=3)
 
     def pairs(self, i, j):
         return i - j < self.size
-
-
-@register
-@frozen
-class Sized(pj.masks.Mask):
-    size: int
-
-
-@register
-@frozen
-class Doubled(pj.bias.LinearBias):
-    by_distance = False
-
-    def apply(self, scores, q_positions, kv_positions):
-        return scores * 2
 
 
 @register
@@ -308,8 +243,6 @@ REFUSED += [
     ("Mine.values", of_values(lambda a, i, j: a[:, 0] * difference(i, j))),
     ("Mine.values", of_values(lambda a, i, j: (i[:, None] - j) * 1.0, q_positions=APART, kv_positions=APART)),
     ("bias", of_values(lambda a, i, j: jnp.ones((3, 1, 1)) * difference(i, j))),
-    ("bias", call(bias=Fading(jnp.ones((3, 4))))),
-    ("PerRow.values", call(Q[:1], K[:1], V[:1], bias=PerRow(jnp.ones(2)))),
     ("Misnamed.axes", call(bias=Misnamed(jnp.ones((4, 4))))),
     ("Longer", call(bias=Longer(jnp.ones(4)), mask=Causal())),
     ("asks", call(bias=Weighted(*jnp.ones((2, 2, 4, 9))))),
@@ -318,7 +251,6 @@ REFUSED += [
     ("Unregistered", call(mask=Causal() & Unregistered())),
     ("Unregistered", lambda: pj.Scheme(mask=Unregistered())),
     ("Changeable", lambda: pj.Scheme(mask=Changeable())),
-    ("mask", lambda: pj.Scheme(mask=Sized(3))),
     ("Mine.allowed", call(mask=Causal() & of_pairs(lambda i, j: i - j))),
     ("Mine.allowed", call(mask=of_pairs(lambda i, j: (i >= j)[None]))),
     ("Mine.allowed", reads_a_traced_number),
@@ -326,12 +258,8 @@ REFUSED += [
     # What the kernel for TPUs does not support.
     ("SameGroup", on_a_tpu(mask=SameGroup(jnp.arange(5)))),
     ("heads", on_a_tpu(mask=Causal() & EachHead((1, 2, 3, 4)))),
-    ("Table", on_a_tpu(mask=Table())),
-    ("Changeable", on_a_tpu(mask=Changeable())),
     ("where", on_a_tpu(mask=of_pairs(lambda i, j: jnp.where(i < 5, j < 2, j <= i)))),
-    ("ArrayMask", on_a_tpu(mask=PAIRS)),
     ("ArrayBias", on_a_tpu(bias=np.zeros((5, 5), np.float32))),
-    ("Doubled", on_a_tpu(bias=Doubled(jnp.ones(4)), mask=Causal())),
 ]
 
 
@@ -348,9 +276,8 @@ def test_an_error_about_positions_shows_those_of_the_last_tokens_or_of_the_first
 
 
 def test_a_mask_of_the_user_runs_in_the_kernel_if_it_reads_only_two_positions():
-    for mask in (Strided(), Causal() & Strided()):
-        program = jax.jit(lambda *x, mask=mask: pj.attention(*x, mask=mask, implementation="tpu")).trace(Q, K, V)
-        assert "posjax_attention_forward" in program.lower(lowering_platforms=("tpu",)).as_text()
+    run = jax.jit(lambda *x: pj.attention(*x, mask=Causal() & Strided(), implementation="tpu"))
+    assert "posjax_attention_forward" in run.trace(Q, K, V).lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.parametrize(
@@ -359,14 +286,11 @@ def test_a_mask_of_the_user_runs_in_the_kernel_if_it_reads_only_two_positions():
         (None, {}, 1),
         (None, places(3, 0), 4),
         (None, places(0, 6), 6),
-        (None, places(4, 0), None),
         (Causal(), {}, None),
         (~Causal(), {}, 1),
         (Causal() | FirstTokens(4), places(0, 2), 2),
-        (Causal() | ~Window(3), {}, 3),
         (Dilated(4, (2, 3, 1, 1)), {}, 1),
         (Segments(np.zeros((2, 5), np.int32)), {}, None),
-        (ArrayMask(shaped(1, 1, 5, 5)), {}, None),
         (None, {"q_positions": np.arange(5)}, None),
         (None, {"kv_positions": np.arange(5)}, None),
         (None, {"q_positions": Range(jnp.int32(0), 5)}, None),

@@ -115,7 +115,7 @@ def test_rows_under_an_additive_mask_have_the_gradients_of_a_mean(name):
     distance = np.arange(TOKENS)[:, None] - np.arange(TOKENS)
     identity = SPEC.bind({"table": np.arange(2.0 * NEAR)[:, None]}, num_heads=1)
     bucket = np.asarray(identity.values(np.arange(TOKENS), np.arange(TOKENS)))[0].astype(int)
-    for fill, masked in ((-1e9, NEAR), (-1e30, None), (LOWEST, None), (LOWEST, NEAR)):
+    for fill, masked in ((-1e30, NEAR), (LOWEST, None)):
         table = np.linspace(-2, 2, 2 * NEAR, dtype=np.float32)[:, None]
         table[:masked] = fill
         out, lse, (*wanted, d_bias) = oracle(made, table[bucket, 0], distance >= 0)
@@ -158,13 +158,12 @@ IDS = np.where(np.arange(TOKENS) < 150, np.arange(TOKENS) // 80, -1).astype(np.i
 
 
 @pytest.mark.parametrize("implementation", ["dense", "blockwise", "tpu", "cope"])
-@pytest.mark.parametrize("sinks", [np.zeros(1, np.float32)], ids=["sinks"])
-def test_a_nan_in_the_gradient_of_padding_reaches_nothing(implementation, sinks):
+def test_a_nan_in_the_gradient_of_padding_reaches_nothing(implementation):
     """As from ``o / norm(o)``, whose gradient at the output 0 of a padded query is NaN."""
-    made, learned = inputs(), {} if sinks is None else {"sinks": sinks}
+    made, sinks = inputs(), np.zeros(1, np.float32)
     cope = pj.bias.CoPE(4).bind({"table": np.ones((4, SIZE), np.float32)}, num_heads=1)
 
-    def run(q, k, v, sinks=None):
+    def run(q, k, v, sinks):
         options = {"mask": Causal() & Segments(IDS), "scale": 1.0, "sinks": sinks}
         if implementation == "cope":
             return pj.attention(q, k, v, bias=cope, **options)
@@ -176,7 +175,9 @@ def test_a_nan_in_the_gradient_of_padding_reaches_nothing(implementation, sinks)
         return finished(attend_here(on_tpu("TPU v5 lite", False), x, 1.0), sinks, False)
 
     def found(d_out):
-        return jax.vjp(lambda arrays: run(**arrays), {name: made[name] for name in "qkv"} | learned)[1](d_out)[0]
+        return jax.vjp(lambda arrays: run(**arrays), {name: made[name] for name in "qkv"} | {"sinks": sinks})[1](d_out)[
+            0
+        ]
 
     poisoned = np.where((IDS < 0)[..., None, None], np.nan, made["d_out"])
     clean = np.where((IDS < 0)[..., None, None], 0, made["d_out"])

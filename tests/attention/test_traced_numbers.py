@@ -67,42 +67,14 @@ def test_calls_may_differ_in_window_sinks_and_chunk(backend, many):
         np.testing.assert_allclose(one, other, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("bias", "backend"),
-    [
-        pytest.param(None, "dense", id="plain-dense"),
-        pytest.param(pj.bias.ALiBi(), "blockwise", id="alibi-blockwise"),
-    ],
-)
-def test_a_learned_soft_cap_and_its_gradient(bias, backend):
-    q, k, v = projections()
-    ids = np.asarray([[0] * 5 + [1] * 8, [-1] * 3 + [2] * 10], np.int32)
-    mask = Causal() & masks.Segments(ids)
-    positions = np.arange(LENGTH)
-    array = None if bias is None else pj.alibi_bias(HEADS, positions, positions)
-
-    def loss(softcap):
-        out, lse = pj.attention(
-            q, k, v, bias=bias, mask=mask, softcap=softcap, implementation=backend, return_residuals=True
-        )
-        return (out * jnp.cos(out)).sum() + jnp.where(jnp.isneginf(lse), 0, lse).sum()
-
-    def numpy_loss(softcap):
-        out, lse = oracles.attention(q, k, v, bias=array, allowed=allowed(mask), softcap=softcap)
-        return (out * np.cos(out)).sum() + lse[np.isfinite(lse)].sum()
-
-    found, gradient = jax.jit(jax.value_and_grad(loss))(jnp.float64(0.9))
-    np.testing.assert_allclose(found, numpy_loss(0.9), rtol=1e-12)
-    np.testing.assert_allclose(gradient, (numpy_loss(0.9 + 1e-5) - numpy_loss(0.9 - 1e-5)) / 2e-5, rtol=1e-7)
-
-
-def test_a_learned_soft_cap_of_low_precision_adds_up_in_float32(monkeypatch):
+@backends
+def test_a_learned_soft_cap_of_low_precision_adds_up_in_float32(backend, monkeypatch):
     monkeypatch.setitem(BACKENDS, "blockwise", of_tiles(4, 4))
     length = 256
     q, k = (np.full((1, length, 1, SIZE), x, jnp.bfloat16) for x in (0.5, 0.25))
 
     def loss(softcap):
-        return pj.attention(q, k, q, softcap=softcap, implementation="blockwise", return_residuals=True)[1].sum()
+        return pj.attention(q, k, q, softcap=softcap, implementation=backend, return_residuals=True)[1].sum()
 
     logit = SIZE**0.5 * 0.125 / 0.5
     want = length * (np.tanh(logit) - logit * (1 - np.tanh(logit) ** 2))
