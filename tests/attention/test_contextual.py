@@ -17,16 +17,16 @@ SCALE = 0.5
 BEHIND = masks.Causal()
 
 
-def arrays(dtype=jnp.float32, queries=LENGTH, keys=LENGTH):
+def arrays():
     draw = np.random.default_rng(0)
-    q = draw.normal(size=(BATCH, KV_HEADS, GROUP, queries, SIZE)).astype(dtype)
-    k = draw.normal(size=(BATCH, KV_HEADS, keys, SIZE)).astype(dtype)
-    v = draw.normal(size=(BATCH, KV_HEADS, keys, 3)).astype(dtype)
+    q = draw.normal(size=(BATCH, KV_HEADS, GROUP, LENGTH, SIZE)).astype(np.float32)
+    k = draw.normal(size=(BATCH, KV_HEADS, LENGTH, SIZE)).astype(np.float32)
+    v = draw.normal(size=(BATCH, KV_HEADS, LENGTH, 3)).astype(np.float32)
     return q, k, v, draw.normal(size=(ROWS, SIZE)).astype(np.float32)
 
 
-def run(function, q, k, v, table, *, mask=BEHIND, q_positions=None, softcap=None, **options):
-    positions = Range(0, q.shape[3]) if q_positions is None else q_positions, Range(0, k.shape[2])
+def run(function, q, k, v, table, *, mask=BEHIND, softcap=None, **options):
+    positions = Range(0, q.shape[3]), Range(0, k.shape[2])
     operands = Operands(q * SCALE, k, v, ContextualBias(table), mask, *positions, softcap=softcap)
     return function(operands, q, **options)[:2]
 
@@ -78,19 +78,6 @@ def test_equals_the_definition(function, case):
     got = jax.jit(lambda *x: run(function, *x, mask=mask, **options, **block))(*inputs)
     chex.assert_shape(got, ((BATCH, KV_HEADS, GROUP, LENGTH, 3), (BATCH, KV_HEADS, GROUP, LENGTH)))
     chex.assert_trees_all_close(got, tuple(map(np.float32, oracle(*inputs, allowed, **options))), atol=2e-5)
-
-
-def test_decoding_with_positions_per_row_equals_the_full_pass():
-    q, k, v, table = arrays()
-    whole = jax.jit(lambda *x: run(dense_contextual, *x))(q, k, v, table)
-    positions = np.array([[4, 9], [7, 10]])
-
-    def pick(x):
-        return np.take_along_axis(np.asarray(x), positions.reshape(BATCH, 1, 1, 2, *[1] * (x.ndim - 4)), axis=3)
-
-    for function in (dense_contextual, blockwise_contextual):
-        got = jax.jit(lambda q, at, f=function: run(f, q, k, v, table, q_positions=at))(pick(q), positions)
-        chex.assert_trees_all_close(got, tuple(map(pick, whole)), atol=1e-5)
 
 
 def test_gradients_of_the_definition():

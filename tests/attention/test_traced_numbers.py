@@ -35,16 +35,8 @@ def allowed(mask):
     return np.asarray(masks.materialise(mask, positions, positions))
 
 
-def in_scan(step, values, sizes):
-    return jax.lax.scan(lambda _, size: (None, step(*values, size)), None, sizes)[1]
-
-
-def in_vmap(step, values, sizes):
-    return jax.vmap(lambda size: step(*values, size))(sizes)
-
-
-@pytest.mark.parametrize(("backend", "many"), [("dense", in_scan), ("blockwise", in_scan), ("blockwise", in_vmap)])
-def test_calls_may_differ_in_window_sinks_and_chunk(backend, many):
+@backends
+def test_steps_of_a_scan_may_differ_in_window_sinks_and_chunk(backend):
     """Outputs against NumPy, gradients against calls with numbers."""
     values, sizes = projections(), [(3, 1, 4), (9, 2, 13)]
 
@@ -56,7 +48,10 @@ def test_calls_may_differ_in_window_sinks_and_chunk(backend, many):
 
     @jax.jit
     def run(*values):
-        found, transpose = jax.vjp(lambda *values: many(step, values, np.asarray(sizes, np.int32)), *values)
+        def scanned(*values):
+            return jax.lax.scan(lambda _, size: (None, step(*values, size)), None, np.asarray(sizes, np.int32))[1]
+
+        found, transpose = jax.vjp(scanned, *values)
         want, dense = jax.vjp(lambda *values: jnp.stack([step(*values, size) for size in sizes]), *values)
         return found, transpose(jnp.sin(found)), dense(jnp.sin(want))
 
