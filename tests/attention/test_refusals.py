@@ -245,7 +245,6 @@ REFUSED += [
     ("NoBias.bind", call(bias=NoBias())),
     ("Steeper", call(bias=Steeper(jnp.ones(4)), mask=Causal())),
     ("Unregistered", call(mask=Causal() & Unregistered())),
-    ("Unregistered", lambda: pj.Scheme(mask=Unregistered())),
     ("Changeable", lambda: pj.Scheme(mask=Changeable())),
     ("Mine.allowed", call(mask=Causal() & of_pairs(lambda i, j: i - j))),
     ("Mine.allowed", call(mask=of_pairs(lambda i, j: (i >= j)[None]))),
