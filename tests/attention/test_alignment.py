@@ -1,17 +1,17 @@
-"""Fewer or more queries than keys: where positions matter, those of the queries must be given."""
+"""The last queries of a row, with their positions, give the last outputs of the whole row."""
 
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
+from refusals import refused
 
 import posjax as pj
-from posjax.attention.coca import coca_attention
-from posjax.attention.sharded import Placement, context_attention
-from posjax.masks import Beyond, Causal, Segments, Window
+from posjax.masks import Causal, Segments, Window
 from posjax.positions import Range
-from posjax.remap import Branch
 
 ROWS, KEYS, HEADS, SIZE = 2, 12, 2, 8
 SHOWN = np.random.default_rng(0).random((ROWS, 1, 12, KEYS)) < 0.7
@@ -24,103 +24,33 @@ def qkv(queries):
     return q[:, KEYS - queries :], k, v
 
 
-def branch(q, k):
-    return Branch(2 * q, k, Beyond(4))
-
-
-NEEDS_POSITIONS = {
-    "typed mask": lambda q, k: {"mask": Causal()},
-    "mask turned round": lambda q, k: {"mask": ~Window(3)},
-    "typed mask and an array": lambda q, k: {"mask": Window(20) & np.ones((1, KEYS), bool)},
-    "spec of a bias": lambda q, k: {"bias": pj.bias.ALiBi(symmetric=True)},
-    "bias": lambda q, k: {"bias": pj.bias.ALiBi().bind(num_heads=HEADS), "mask": Causal()},
-    "remap": lambda q, k: {"remap": branch(q, k)},
-    "decay": lambda q, k: {"decay": np.full(SIZE, 0.01), "mask": Causal()},
-}
-NEEDS_NO_POSITIONS = {
-    "nothing": lambda queries: {},
-    "an array bias": lambda queries: {"bias": SHOWN[..., :queries, :].astype(np.float32)},
-    "an array mask": lambda queries: {"mask": SHOWN[..., :queries, :]},
-    "arrays composed": lambda queries: {"mask": ~(SHOWN[..., :queries, :] & Segments(IDS[:, -queries:], IDS))},
-    "segments": lambda queries: {"mask": Segments(IDS[:, -queries:], IDS)},
-    "scale and soft cap": lambda queries: {
-        "scale": np.full((queries, 1), 0.3, np.float32),
-        "softcap": 2.0,
-        "sinks": np.ones(HEADS, np.float32),
-    },
-}
-
-
-def refused(queries):
-    suggestion = rf"q_positions=Range\({KEYS} - {queries}, {queries}\), with posjax.positions.Range"
-    return pytest.raises(
-        ValueError, match=f"q_positions must be given for {queries} queries and {KEYS} keys.*{suggestion}"
-    )
-
-
-def assert_last(attend, *counts):
-    """Asserts that the last queries, with their positions, give the last outputs of a whole row."""
-
+def assert_last(attend):
     @jax.jit
     def run(q, k, v):
-        last = {n: attend(q[:, KEYS - n :], k, v, q_positions=Range(KEYS - n, n)) for n in counts}
-        return attend(q, k, v), last
+        return attend(q, k, v), [attend(q[:, -n:], k, v, q_positions=Range(KEYS - n, n)) for n in (1, 5)]
 
     whole, last = jax.device_get(run(*qkv(KEYS)))
-    for queries, found in last.items():
-        np.testing.assert_allclose(found, whole[:, -queries:], atol=1e-5)
+    for found in last:
+        np.testing.assert_allclose(found, whole[:, -found.shape[1] :], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NEEDS_POSITIONS)
-def test_attention_requires_positions_of_the_queries(name):
-    """With the positions that the message suggests, the outputs are the last ones of a whole row."""
-
-    def attend(q, k, v, **where):
-        return pj.attention(q, k, v, **NEEDS_POSITIONS[name](q, k), **where, implementation="dense")
-
-    for queries in (1, 5):
-        q, k, v = qkv(queries)
-        options = NEEDS_POSITIONS[name](q, k)
-        with refused(queries):
-            pj.attention(q, k, v, **options)
-        with refused(queries):
-            pj.attention(q, k, v, **options, kv_positions=Range(0, KEYS))
-    assert_last(attend, 1, 5)
-
-
-def test_more_queries_than_keys_require_positions_too():
-    q, k, v = qkv(KEYS)
-    with pytest.raises(ValueError, match=r"12 queries and 4 keys.*start at 0 write q_positions=Range\(0, 12\)"):
-        pj.attention(q, k[:, :4], v[:, :4], mask=Causal())
-
-
-@pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("name", NEEDS_NO_POSITIONS)
-def test_cross_attention_without_positions_needs_none(name, queries):
-    """If positions are given, they change nothing."""
-    q, k, v = qkv(queries)
-    attend = jax.jit(partial(pj.attention, **NEEDS_NO_POSITIONS[name](queries), implementation="dense"))
-    moved = attend(q, k, v, q_positions=Range(7, queries), kv_positions=np.arange(KEYS)[::-1])
-    np.testing.assert_array_equal(attend(q, k, v), moved)
-
-
-def test_as_many_queries_as_keys_have_the_same_positions():
-    q, k, v = qkv(KEYS)
-    given = pj.attention(q, k, v, mask=Causal(), q_positions=Range(0, KEYS), kv_positions=Range(0, KEYS))
-    np.testing.assert_array_equal(pj.attention(q, k, v, mask=Causal()), given)
-
-
-def test_context_attention_requires_positions_too():
-    """Inside ``shard_map``, ``context_attention`` replaces ``attention``."""
-    q, k, v = qkv(1)
-    with refused(1):
-        context_attention(q, k, v, mask=Causal(), placement=Placement())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": ~Window(3)},
+        {"mask": Window(20) & SHOWN[..., :1, :]},
+        {"bias": pj.bias.ALiBi(symmetric=True)},
+        {"decay": np.full(SIZE, 0.01), "mask": Causal()},
+    ],
+    ids=["mask", "mask and array", "bias", "decay"],
+)
+def test_of_attention(options):
+    assert_last(partial(pj.attention, **options))
 
 
 SCHEMES = {
     "rotary features": pj.scheme("rope"),
     "bias": pj.Scheme(bias=pj.bias.T5(8, 12, bidirectional=True)),
-    "mask": pj.Scheme(mask=Window(5)),
     "remap": pj.Scheme(features=pj.rotary.Rotary(), remap=pj.remap.ReRoPE(4)),
     "decay": pj.Scheme(features=pj.rotary.XPos()),
     "log-n": pj.Scheme(scale=pj.scales.LogN(4)),
@@ -129,48 +59,59 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_schemes_require_positions_of_the_queries(name):
+def test_of_schemes(name):
     scheme = SCHEMES[name]
     params = scheme.init(jax.random.key(1), HEADS, SIZE) | scheme.init_shared(jax.random.key(2), HEADS, SIZE)
-    attend = partial(scheme.attend, params=params, implementation="dense")
-    for queries in (1, 5):
-        q, k, v = qkv(queries)
-        with refused(queries):
-            jax.jit(attend)(q, k, v)
-        if name not in ("CoPE", "decay"):
-            with refused(queries):
-                scheme.attend(q, k, v, params=params, causal=False)
-    assert_last(attend, 1, 5)
+    attend = partial(scheme.attend, params=params)
+    assert_last(attend)
+    refused("q_positions", lambda: attend(*qkv(5)))
 
 
-@pytest.mark.parametrize("options", [{}, {"mask": SHOWN[..., :3, :]}, {"mask": Segments(IDS[:, -3:], IDS)}])
-def test_schemes_without_positions_cross_attend(options):
-    """Only if they are not causal and have no typed mask: both read positions."""
-    q, k, v = qkv(3)
-    got = pj.Scheme(norm=pj.norms.QKNorm()).attend(q, k, v, params=NORM, causal=False, **options)
-    assert got.shape == q.shape
-    with refused(3):
-        pj.Scheme().attend(q, k, v, **options)
-    with refused(3):
-        pj.Scheme().attend(q, k, v, causal=False, mask=Causal())
+def test_without_positions_where_nothing_reads_them():
+    """If positions are given, they change nothing."""
+    q, k, v = qkv(5)
+    bias = SHOWN[..., :5, :].astype(np.float32)
+    for mask in (None, SHOWN[..., :5, :], ~(SHOWN[..., :5, :] & Segments(IDS[:, -5:], IDS))):
+        attend = jax.jit(partial(pj.attention, bias=bias, mask=mask, softcap=2.0, sinks=np.ones(HEADS, np.float32)))
+        moved = attend(q, k, v, q_positions=Range(7, 5), kv_positions=np.arange(KEYS)[::-1])
+        np.testing.assert_array_equal(attend(q, k, v), moved)
+    scheme = pj.Scheme(norm=pj.norms.QKNorm())
+    params = scheme.init(jax.random.key(0), HEADS, SIZE)
+    assert scheme.attend(q, k, v, params=params, causal=False, mask=SHOWN[..., :5, :]).shape == q.shape
 
 
-NORM = pj.Scheme(norm=pj.norms.QKNorm()).init(jax.random.key(0), HEADS, SIZE)
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+def test_positions_are_a_range_or_one_row_or_a_row_for_each_sequence(implementation):
+    q, k, v = qkv(KEYS)
+    attend = partial(pj.attention, q, k, v, bias=pj.bias.ALiBi(), mask=Causal(), implementation=implementation)
+    attend = jax.jit(attend)
+    want = attend(q_positions=Range(3, KEYS), kv_positions=Range(3, KEYS))
+    np.testing.assert_allclose(attend(), want, atol=1e-6)
+    for shape in ((KEYS,), (1, KEYS), (ROWS, KEYS)):
+        places = np.broadcast_to(np.arange(3, 3 + KEYS), shape)
+        np.testing.assert_allclose(attend(q_positions=places, kv_positions=jnp.asarray(places)), want, atol=1e-6)
 
 
-def test_coca_requires_positions_only_for_bias_and_mask():
-    """The rotation is in the tables, which the caller aligns."""
-    q, k, v = qkv(1)
-    t = k[..., : SIZE // 2]
-    frequencies = pj.rotary.inverse_frequencies(SIZE)
-    tables = {
-        "table": pj.rotary_table(Range(KEYS - 1, 1), frequencies),
-        "kv_table": pj.rotary_table(Range(0, KEYS), frequencies),
-    }
-    last = jax.jit(coca_attention)(q, t, v, **tables)
-    with refused(1):
-        coca_attention(q, t, v, **tables, mask=Causal())
-    with refused(1):
-        coca_attention(q, t, v, **tables, bias=pj.bias.ALiBi(symmetric=True))
-    placed = jax.jit(coca_attention)(q, t, v, **tables, mask=Causal(), q_positions=Range(KEYS - 1, 1))
-    np.testing.assert_allclose(placed, last, atol=1e-6)
+def test_rates_of_decay_have_no_gradient_and_traced_ones_below_zero_count_as_zero():
+    def loss(rates):
+        return jnp.sin(pj.attention(*qkv(KEYS), decay=rates, mask=Causal())).sum()
+
+    found, gradient = jax.jit(jax.value_and_grad(loss))(jnp.asarray([-3.0] * 4 + [0.1] * 4))
+    np.testing.assert_array_equal(gradient, 0)
+    np.testing.assert_allclose(found, loss(np.array([0.0] * 4 + [0.1] * 4)), rtol=1e-5)
+
+
+def test_a_decay_over_many_positions_is_exact_up_to_an_exponent_of_40_and_finite_beyond():
+    """Two tokens of one position, and one far ahead."""
+    q, k, v = (x[:1, -3:] for x in qkv(KEYS))
+
+    @jax.jit
+    def run(q, reach):
+        places = dict.fromkeys(("q_positions", "kv_positions"), jnp.stack([0, 0, reach]))
+        return pj.attention(q, k, v, decay=np.ones(SIZE), mask=Causal(), implementation="dense", **places)
+
+    want, _ = oracles.attention(q[:, :2], k[:, :2], v[:, :2])
+    np.testing.assert_allclose(run(q, 39)[:, :2], want, rtol=1e-5)
+    out, transpose = jax.vjp(partial(run, reach=2000), q)
+    assert np.isfinite(out).all()
+    assert np.isfinite(transpose(out)[0]).all()

@@ -83,29 +83,6 @@ def test_flex_attention_with_a_bias_a_mask_and_a_row_that_sees_nothing(implement
     assert not np.any(found[1, :4])
 
 
-@pytest.mark.parametrize("decoder", [False, True])
-def test_attention_of_t5(decoder):
-    """Its own projections, one table, and no ``1 / sqrt(d)``."""
-    from transformers.models.t5.modeling_t5 import T5Attention
-
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": SIZE, "num_heads": HEADS, "dropout_rate": 0.0}
-    buckets = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
-    module = T5Attention(transformers.T5Config(**sizes, **buckets, is_decoder=decoder), True, layer_idx=0).eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
-    x = torch.randn(BATCH, TOKENS, 16)
-    with torch.no_grad():
-        wanted = module(x, mask=minus_infinity(CAUSAL)[None, None] if decoder else None)[0]
-        q, k, v = (getattr(module, name)(x).reshape(BATCH, TOKENS, HEADS, SIZE).numpy() for name in "qkv")
-    table = {"table": jnp.asarray(module.relative_attention_bias.weight.detach().numpy())}
-    bound = bias.T5(num_buckets=8, max_distance=12, bidirectional=not decoder).bind(table, num_heads=HEADS)
-    mask = masks.Causal() if decoder else None
-    found = pj.attention(*map(jnp.asarray, (q, k, v)), bias=bound, scale=1.0, mask=mask)
-    found = np.asarray(found).reshape(BATCH, TOKENS, -1) @ module.o.weight.detach().numpy().T
-    np.testing.assert_allclose(found, wanted.numpy(), atol=1e-5)
-
-
 @pytest.mark.parametrize("first", [0, 3])
 def test_attention_of_longformer(first):
     """A window of eight keys and the query's own; global tokens use the same projections as the others."""

@@ -6,7 +6,6 @@ The reference is ``dense`` with autodiff.
 import dataclasses
 from functools import partial
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,7 @@ from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.blocks import TARGETS
 from posjax.attention.tpu.call import LOG2E
-from posjax.bias import ALiBi, FoX
+from posjax.bias import FoX, LinearBias
 from posjax.masks import Beyond, Causal, Segments
 from posjax.positions import Range
 
@@ -42,7 +41,8 @@ BACKENDS = {
     "tpu": on_tpu("TPU v5 lite", False),
     "tpu with a bound": on_tpu("TPU v6 lite", True),
 }
-SIZES = {"heads one after the other": 64, "heads side by side": 128}
+APART, BESIDE = 64, 128
+"""Sizes of heads that lie one after the other in a kernel for TPUs, and of heads that lie side by side."""
 # Two documents and padding, whose rows see nothing.
 IDS = np.where(np.arange(TOKENS) > 190, -1, np.arange(TOKENS) // 110).astype(np.int32)[None]
 
@@ -64,11 +64,12 @@ OF_KEYS = ("k", "v", "kv_gates", "k_remapped")
 
 def operands(floats: dict, ids, start) -> Operands:
     """All queries over the keys from ``start`` on, whose documents are ``ids``."""
-    heads, bias, remap = {"num_heads": KV_HEADS * GROUP}, None, ()
+    bias, remap = None, ()
     if "slopes" in floats:
-        bias = ALiBi(learned=True).bind({"slopes": floats["slopes"]}, **heads)
+        bias = LinearBias(floats["slopes"])
     elif "q_gates" in floats:
-        bias = FoX().bind(q_gates=floats["q_gates"], kv_gates=floats["kv_gates"], **heads)
+        gates = {name: floats[name] for name in LEARNED["fox"]}
+        bias = FoX().bind(num_heads=KV_HEADS * GROUP, **gates)
     else:
         remap = (RemappedPair(floats["q_remapped"], floats["k_remapped"], Beyond(40)),)
     at = Range(0, TOKENS), Range(start, ids.shape[1])
@@ -103,59 +104,62 @@ def cotangents(made: dict, rows: Rows) -> Rows:
     return Rows(jnp.asarray(made["d_out"]), d_lse, jnp.zeros_like(d_lse), jnp.zeros_like(d_lse))
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_parts_are_merged_into_whole_rows(name, size):
-    """Also if some queries see no key of the first part."""
-    made = values(size)
-    floats = {name: made[name] for name in ("q", "k", "v", "slopes")}
+@pytest.mark.parametrize(
+    ("name", "bias", "size"),
+    [
+        ("dense", "remap", 8),
+        ("blockwise", "fox", 8),
+        ("blockwise", "remap", 8),
+        ("tpu", "alibi", BESIDE),
+        pytest.param("tpu", "fox", APART, marks=pytest.mark.wide),
+        ("tpu with a bound", "remap", APART),
+    ],
+)
+def test_parts_are_merged_into_whole_rows_and_their_gradients_add_up(name, bias, size):
+    """Keys have the gradients of their own part, and everything else has the sum of both.
 
-    def run(floats):
-        shape = floats["q"].shape
-        nothing = jnp.full(shape[:-1], -jnp.inf)
-        so_far = Rows(jnp.zeros(shape, jnp.float32), nothing, jnp.zeros(shape[:-1]), nothing)
-        for part in reversed(halves(floats)):
-            so_far = BACKENDS[name].merge(operands(*part), SCALE, so_far)
-        return so_far
-
-    want = of_whole_rows(made, ("slopes",))[0]
-    got = jax.device_get(jax.jit(run)(floats))  # an interpreted kernel calls jax itself, so nothing else may run
-    chex.assert_equal_shape(got[1:] + want[1:])
-    assert got.out.dtype == jnp.float32
-    for one, other in zip(got[:2], want[:2], strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("bias", LEARNED)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_gradients_of_parts_add_up_to_those_of_whole_rows(name, bias, size):
-    """Keys have the gradients of their own part, and everything else has the sum of both."""
+    Some queries see no key of the first part.
+    """
     made, backend, learned = values(size), BACKENDS[name], LEARNED[bias]
     rows, want = of_whole_rows(made, learned)
     floats = {name: jnp.asarray(made[name]) for name in ("q", "k", "v", *learned)}
 
     def run(floats):
+        shape = floats["q"].shape
+        nothing = jnp.full(shape[:-1], -jnp.inf)
+        merged = Rows(jnp.zeros(shape, jnp.float32), nothing, jnp.zeros(shape[:-1]), nothing)
         x = operands(floats, IDS, 0)
         per_query = backend.per_query_of(x, in_base_of(backend, rows), cotangents(made, rows))
-        found, sums = [], None
+        parts, d_q = [], jnp.zeros(shape, jnp.float32)
         for n, part in enumerate(halves(floats)):
-            x, transpose = jax.vjp(lambda own, part=part: operands(own, *part[1:]), part[0])
+            x = operands(*part)
+            merged = backend.merge(x, SCALE, merged)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), differentiable_leaves(x))
-            zeros = zeros if sums is None else dataclasses.replace(zeros, q=sums.q)
-            sums = backend.add(x, SCALE, per_query._replace(d_lse=per_query.d_lse * (n == 0)), zeros)
-            found.append(transpose(cotangent(x, sums))[0])
-        # The gradient of the queries is already the sum over both parts. All of them are those of scaled queries.
-        summed = {name: found[0][name] + found[1][name] for name in learned if name not in OF_KEYS}
+            counted_once = per_query._replace(d_lse=per_query.d_lse * (n == 0))
+            sums = backend.add(x, SCALE, counted_once, dataclasses.replace(zeros, q=d_q))
+            d_q = sums.q
+            parts.append({"k": sums.k, "v": sums.v} | of_parameters(sums, learned))
+        # Gradients of queries are those of scaled queries.
+        summed = {name: parts[0][name] + parts[1][name] for name in learned if name not in OF_KEYS}
         summed |= {name: SCALE * summed[name] for name in ("q_remapped",) if name in summed}
-        joined = {name: jnp.concatenate([part[name] for part in found], 2) for name in OF_KEYS if name in floats}
-        return joined | summed | {"q": SCALE * found[1]["q"]}
+        joined = {name: jnp.concatenate([part[name] for part in parts], 2) for name in OF_KEYS if name in floats}
+        return merged, joined | summed | {"q": SCALE * d_q}
 
-    got = jax.device_get(jax.jit(run)(floats))
+    merged, got = jax.device_get(jax.jit(run)(floats))
+    assert merged.out.dtype == jnp.float32
+    for one, other in zip(merged[:2], rows[:2], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, rtol=2e-5)
     assert sorted(got) == sorted(want)
     for key in want:
         size = np.abs(want[key]).max()
         np.testing.assert_allclose(got[key], want[key], atol=1e-5 * size, err_msg=key)
+
+
+def of_parameters(sums: Operands, names: tuple) -> dict:
+    """The gradients of the learned parameters."""
+    if sums.remap:
+        return {"q_remapped": sums.remap[0].q, "k_remapped": sums.remap[0].k}
+    return {name: getattr(sums.bias, name) for name in names}
 
 
 def in_base_of(backend, rows: Rows) -> Rows:
@@ -169,20 +173,9 @@ def differentiable_leaves(x: Operands) -> Operands:
     return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, x)
 
 
-def cotangent(x: Operands, sums: Operands):
-    """The sums with the structure and dtypes of the operands."""
-    found = iter(jax.tree.leaves(sums))
-    leaves, structure = jax.tree.flatten(x)
-    differentiable = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-    zeros = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
-    return structure.unflatten(next(found).astype(a.dtype) if own else zero
-                               for own, a, zero in zip(differentiable, leaves, zeros, strict=True))  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["tpu", "tpu with a bound"])
-def test_a_part_that_sees_nothing_leaves_everything_as_it_was(name):
+def test_a_part_that_sees_nothing_leaves_everything_as_it_was():
     """Also where the bound is so far above the log-sum-exp so far that sums relative to it would underflow."""
-    made, backend = values(128), BACKENDS[name]
+    made, backend = values(BESIDE), BACKENDS["tpu with a bound"]
     x = operands({name: made[name] for name in ("q", "k", "v", "slopes")}, IDS, 0)
     hidden = dataclasses.replace(x, k=1e6 * x.k, mask=Causal(), kv_positions=Range(TOKENS, TOKENS))
     lse = jnp.asarray(made["d_lse"]) - 200
