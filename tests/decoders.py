@@ -7,7 +7,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 import posjax as pj
@@ -75,9 +74,6 @@ VARIANTS = (
 )
 # Presets that a group cannot have: position embeddings and layer patterns. RoPE is here to test a scan over layers.
 ALONE = ("rope", "sinusoidal", "learned", "hierarchical", "hwfa", "llama4")
-WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in NAMES if name not in ALONE]
-COVERING = [*ALONE, *GROUPS, *WIDE]
-"""Presets for tests that compile a program for each: alone or in a group, and in the wide grid every one alone."""
 
 
 def preset(name):

@@ -62,7 +62,7 @@ def tokenize(path: str, overrides: Sequence[str], job: int | None, jobs: int | N
 def compare(path: str, overrides: Sequence[str]) -> None:
     """train and evaluate several schemes over one config, or measure a released model under many extensions"""
     config = load(path, overrides)
-    if config.steps:
+    if config.steps and config.compare.schemes:
         print(_plan(config), flush=True)  # before the imports, which take seconds
     from train.compare.compare import compare
 

@@ -59,7 +59,12 @@ def written_times(directory):
 
 @pytest.fixture(scope="module")
 def compared(values):
-    """The directory of the comparison; its two trainings are processes of their own, with one device each."""
+    """The directory of the comparison; its two trainings are processes of their own."""
+    return compared_in_processes(values)
+
+
+def compared_in_processes(values):
+    """The directory of a comparison whose processes have one device each."""
     jax.devices()  # this process's own devices are settled before the flags of its children are set
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", " ".join(QUICK))
@@ -95,6 +100,18 @@ def test_a_comparison_from_text_to_page(values, compared):
     assert (compared / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "rope + NTK" in (compared / "index.html").read_text()
     assert load(compared / "config.yaml") == parse(values)
+
+
+@pytest.mark.slow
+def test_processes_that_share_the_trainings_measure_the_same_but_no_costs(values, compared):
+    shared = {**values, "name": "shared", "compare": {**values["compare"], "processes": 2}}
+    rows, alone = read_rows(compared_in_processes(shared) / RESULTS), read_rows(compared / RESULTS)
+    assert [(row["label"], row["length"], row["error"]) for row in rows] == [
+        (row["label"], row["length"], row["error"]) for row in alone
+    ]
+    measured = [row["window_nll"] for row in alone if row["error"] is None]
+    assert [row["window_nll"] for row in rows if row["error"] is None] == pytest.approx(measured, rel=1e-5)
+    assert {row["train_tokens_per_second"] for row in rows} == {row["peak_memory_bytes"] for row in rows} == {None}
 
 
 @pytest.mark.slow
