@@ -49,7 +49,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize(("name", "change"), TENSORS, ids=["missing", "misshapen", "as many numbers", "unexpected"])
-@pytest.mark.parametrize("dtype", ["float32", None])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param(None, marks=pytest.mark.wide)])
 def test_tensors_that_do_not_fit_the_config(name, change, dtype, tmp_path):
     folder = rewritten(released.random_decoder(LLAMA), tmp_path, change)
     refused(name, lambda: from_pretrained(folder, dtype=dtype))
@@ -232,7 +232,6 @@ FIRST = {
 def test_the_first_layout_that_fits_is_taken(family, tmp_path):
     save_pretrained(decoder(**FIRST[family]), tmp_path / "out")
     assert released.config_of(tmp_path / "out")["model_type"] == family
-    assert read_config(released.config_of(tmp_path / "out")) == from_pretrained(tmp_path / "out").config
 
 
 @pytest.mark.parametrize(("family", "options"), [("llama", {}), ("gpt_neox", NEOX)])
