@@ -30,10 +30,10 @@ MIXED = "t5 in a window, fox, linear-elu"
 """A decoder of three layers, each of another kind of scheme."""
 # Each kind of scheme once.
 CASES = [
-    ("rope", "mixed", "tensor"),
     (MIXED, "explicit", "tensor"),
 ]
 MORE = [
+    ("rope", "mixed", "tensor"),
     ("rope", "explicit", "fsdp"),
     ("coca-slack", "auto", "both"),
     ("t5", "explicit", "both"),

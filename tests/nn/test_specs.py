@@ -394,7 +394,7 @@ def placed(name, mesh):
     [
         pytest.param("before", "explicit", marks=pytest.mark.wide),
         ("after", "explicit"),
-        ("shared, both", "auto"),
+        ("shared, both", "mixed"),
         pytest.param("both", "mixed", marks=pytest.mark.wide),
     ],
 )
