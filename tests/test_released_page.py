@@ -23,7 +23,7 @@ SMALL = {
     "configs/extend.yaml": ["evaluate.tasks=[]", "compare.texts=1", "compare.only=[as released, ReRoPE]"],
     "configs/released-coca.yaml": [
         *("train.length=16", "train.batch_tokens=32", "train.steps=4", "train.warmup_steps=1", "train.mesh.data=1"),
-        *("monitor.evaluate_every=2", "monitor.evaluate_tokens=64"),
+        *("monitor.evaluate_every=2", "monitor.evaluate_tokens=64", "compare.processes=1"),
     ],
 }
 TEXTS = ["data.source=files", "data.paths=[books/*.txt]", "data.held_out=0.3"]

@@ -18,7 +18,9 @@ from posjax.nn.specs import BIASES
 
 
 def logits_and_state(remat):
-    graph, state = made(config(preset("rope"), remat=remat, scan_layers=False, implementation="blockwise"))
+    graph, state = made(
+        config(preset("rope"), remat=remat, scan_layers=False, implementation="blockwise", num_layers=1)
+    )
     tokens = jnp.zeros((1, LENGTH), jnp.int32)
     return lambda state: nnx.merge(graph, state)(tokens), state
 

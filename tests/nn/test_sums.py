@@ -89,7 +89,7 @@ def test_gradients_of_narrow_parameters_count_every_row_in_every_preset(name, im
     assert_sums_count_every_row(preset(name), implementation)
 
 
-READ = ("rope", "learned", "biases", "linear")
+READ = ("rope", "learned", "linear")
 
 
 @pytest.mark.parametrize(

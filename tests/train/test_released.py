@@ -266,7 +266,9 @@ def test_a_narrow_model_stays_narrow_and_gives_the_numbers_of_the_widened_one(tm
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["linear", "ntk", "yarn", "llama3", "dynamic-ntk"])
+@pytest.mark.parametrize(
+    "name", ["ntk", "yarn", "dynamic-ntk", *(pytest.param(n, marks=pytest.mark.wide) for n in ("linear", "llama3"))]
+)
 def test_an_exported_extension_is_the_same_model_to_transformers(released, tmp_path, name):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     extend = f"scheme.extend={{frequencies: {{name: {name}}}}}"

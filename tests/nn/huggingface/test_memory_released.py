@@ -19,9 +19,9 @@ from posjax.nn.huggingface import files
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("memory_worker.py")
 HEADS = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
-# 212 MB and 2.5 GB in float32; the largest tensors are the embeddings, of 34 and 262 MB.
+# 115 MB and 2.5 GB in float32; the largest tensors are the embeddings, of 34 and 262 MB.
 SIZES = {
-    "small": {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 16},
+    "small": {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 7},
     "large": {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 12},
 }
 TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}

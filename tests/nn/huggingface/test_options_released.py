@@ -66,7 +66,6 @@ def changed(name):
 
 BY_DEFAULT = (
     "windows by layer types",
-    "the rule of one kind",
     "outer bases",
     "scaling first",
     "base alone",

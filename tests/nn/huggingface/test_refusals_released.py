@@ -49,7 +49,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize(("name", "change"), TENSORS, ids=["missing", "misshapen", "as many numbers", "unexpected"])
-@pytest.mark.parametrize("dtype", ["float32", None])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param(None, marks=pytest.mark.wide)])
 def test_tensors_that_do_not_fit_the_config(name, change, dtype, tmp_path):
     folder = rewritten(released.random_decoder(LLAMA), tmp_path, change)
     refused(name, lambda: from_pretrained(folder, dtype=dtype))
@@ -232,7 +232,6 @@ FIRST = {
 def test_the_first_layout_that_fits_is_taken(family, tmp_path):
     save_pretrained(decoder(**FIRST[family]), tmp_path / "out")
     assert released.config_of(tmp_path / "out")["model_type"] == family
-    assert read_config(released.config_of(tmp_path / "out")) == from_pretrained(tmp_path / "out").config
 
 
 @pytest.mark.parametrize(("family", "options"), [("llama", {}), ("gpt_neox", NEOX)])
@@ -304,7 +303,7 @@ OLD = {
 """The buffers that old releases of a family have in every layer."""
 
 
-@pytest.mark.parametrize("name", OLD)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", pytest.param("gptj", marks=pytest.mark.wide)])
 def test_buffers_of_old_releases_and_names_without_a_prefix(name, tmp_path):
     """The released GPT-2 has both: ``h.0.attn.bias`` is a mask."""
     model, (layers, names) = released.random_decoder(released.CASES[name]), OLD[name]
