@@ -60,18 +60,18 @@ OPTIONS = {
 # wide grid has a decoder for each preset.
 GROUPS = {
     "rotations": "xpos vo-rope mixed clex pope coca-planes",
-    "biases": "t5 kerple-power fox cope",
+    "biases": "alibi t5 kerple-power fox cope",
     "raw and half-width keys": "coca-strict coca-tied rerope",
-    "logits": "learned-sinks ssmax learned-cosine",
+    "logits": "learned-sinks ssmax key-norm learned-cosine",
     "linear": "linear-elu linear-taylor",
-    "not shift-invariant": "coca-slack fire streaming dual-chunk performer",
+    "not shift-invariant": "coca-slack fire chunked longformer self-extend lm-infinite streaming dual-chunk performer",
 }
 # Presets that run in the wide grid only. Each has the operands and slots of another preset, but a different rule,
 # mask, feature map or order of the layers.
 VARIANTS = (
-    "nope hope p-rope axial mrope randomised pose alibi scale-invariant kerple-log sandwich coca-relative leaky-rerope "
-    "inverse-leaky chunked window lm-infinite softmax-plus-one log-n drope cosine gpt-oss qwen3 equal-mean hwfa2 "
-    "gemma3 smollm3 rnope-swa rope-tie longformer self-extend key-norm linear-exp linear-limit linear-cosine"
+    "nope hope p-rope axial mrope randomised pose scale-invariant kerple-log sandwich coca-relative leaky-rerope "
+    "inverse-leaky window softmax-plus-one log-n drope cosine gpt-oss qwen3 equal-mean hwfa2 gemma3 smollm3 rnope-swa "
+    "rope-tie linear-exp linear-limit linear-cosine"
 )
 # Presets that a group cannot have: position embeddings and layer patterns. RoPE is here to test a scan over layers.
 ALONE = ("rope", "sinusoidal", "learned", "hierarchical", "hwfa", "llama4")
