@@ -218,7 +218,7 @@ def ring_on_one_axis(kind: str, shards: int) -> tuple:
 @pytest.mark.parametrize(
     ("kind", "shards", "length", "options"),
     [
-        ("contiguous", 4, 32, {}),
+        pytest.param("contiguous", 4, 32, {}, marks=pytest.mark.wide),
         # Piece by piece.
         ("zigzag", 4, 32, {"bias": T5().bind(T5().init(jax.random.key(0), HEADS), num_heads=HEADS)}),
         # Both pieces at once, by tiles of 512.

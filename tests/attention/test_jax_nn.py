@@ -129,11 +129,18 @@ def test_masks_and_biases(name):
     seen = np.broadcast_to(allowed, (ROWS, 1, TOKENS, TOKENS)).any(-1)[:, 0]
     weights = np.cos(values["q"]) * seen[..., None, None]
     oracle, _ = oracles.attention(**values, allowed=allowed)
-    # Without ``jit``, except for the tiles, which are compiled once for all cases.
-    want, d_want = with_gradients(partial(theirs, **given), values, weights)
+
+    @jax.jit
+    def all_three(values):
+        ways = (
+            partial(theirs, **given),
+            *(partial(ours, mask=mask, implementation=way) for way in ("dense", "blockwise")),
+        )
+        return [with_gradients(attend, values, weights) for attend in ways]
+
+    (want, d_want), *found = jax.device_get(all_three(values))
     np.testing.assert_allclose(np.where(seen[..., None, None], want, 0), oracle, atol=2e-6)
-    dense = with_gradients(partial(ours, mask=mask, implementation="dense"), values, weights)
-    for out, d_values in jax.device_get((dense, in_tiles(values, mask, weights))):
+    for out, d_values in found:
         np.testing.assert_allclose(out, oracle, atol=2e-6)
         np.testing.assert_array_equal(out[~seen], 0)
         chex.assert_trees_all_equal_shapes_and_dtypes(d_values, values)

@@ -13,17 +13,15 @@ from posjax.layout import KINDS, Layout
 
 ALL = {**spread.CASES, **spread.WINDOWS, **spread.WHOLE_ROWS, **spread.PER_HEAD}
 COVERING = [
-    ("rerope", "4x2", "all-gather", "contiguous", "blockwise"),
-    ("coca", "2x4", "all-gather", "zigzag", "dense"),
+    ("rerope", "4x2", "all-gather", "zigzag", "blockwise"),
     ("two sides", "2x4", "ring", "contiguous", "blockwise"),
     ("fox, packed", "2x4", "ring", "zigzag", None),
     ("t5, packed", "2x2x2", "all-gather", "contiguous", None),
     ("ssmax", "2x4", "ring-ulysses", "zigzag", "blockwise"),
-    ("learned sinks, first tokens", "2x4", "ulysses", "contiguous", "blockwise"),
+    ("learned sinks, first tokens", "2x2x2", "ulysses", "contiguous", "blockwise"),
     ("cope, packed", "2x4", "ulysses", "zigzag", "dense"),
     ("window, packed", "2x4", "neighbour", "zigzag", "blockwise"),
     ("wide window on two sides", "4x2", "neighbour", "contiguous", "dense"),
-    ("dilated heads", "2x2x2", "ulysses", "contiguous", None),
 ]
 
 

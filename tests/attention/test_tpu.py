@@ -87,7 +87,6 @@ FEW, TOO_HIGH = {"queries": 200, "keys": 200, "batch": 1}, {"bounded": True, "lo
 IN_ROWS = {"q_positions": PACKED, "kv_positions": PACKED}
 FAR_APART = {"q_positions": Range(jnp.int32(0), TOKENS), "kv_positions": Range(280, 200), "keys": 200}
 CASES = [
-    Case("packed alibi, sinks", LEARNED, Causal() & Segments(IDS), sinks=True, bounded=True, heads=1, **IN_ROWS),
     Case(
         "two-sided t5 in tiles behind, near and ahead, under a soft cap",
         bias=T5_BOTH,
@@ -100,9 +99,9 @@ CASES = [
         heads=1,
     ),
     Case(
-        "several parts, chunked, remapped, from a traced start, rows of tiles that see nothing, on two cores",
+        "several parts, chunked, from a traced start, rows of tiles that see nothing, on two cores",
         mask=Causal() & Chunked(200),
-        remap=(Beyond(70),),
+        sinks=True,
         batch=1,
         kv_heads=2,
         cores=2,
@@ -113,6 +112,7 @@ CASES = [
 ]
 
 WIDE = [
+    Case("packed alibi, sinks", LEARNED, Causal() & Segments(IDS), sinks=True, bounded=True, heads=1, **IN_ROWS),
     Case("fox on two cores", FoX(), Causal(), cores=2, kv_heads=2, kv_positions=jnp.arange(200), **FEW),
     Case("capped t5 in a band", T5_NEAR, Causal() & Window(60), 3.0, True, q_positions=Range(20, TOKENS), batch=1),
     Case("decoding at the last positions of int32", T5_BOTH, q_positions=END, kv_positions=LAST, queries=3, batch=1),
@@ -124,6 +124,7 @@ WIDE = [
     Case("a bound that is too high", mask=Causal(), bias=LEARNED, **TOO_HIGH),
     Case("far, packed", mask=Causal() & Segments(IDS), remap=(Beyond(70),), **IN_ROWS),
     Case("two branches with alibi", LEARNED, Causal(), remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)), batch=1),
+    Case("far in several parts", mask=Causal() & Chunked(200), remap=(Beyond(70),), blocks=LARGE, **FAR_APART),
     Case("bfloat16 far", dtype=jnp.bfloat16, remap=(Beyond(140),), mask=Causal(), softcap=5.0),
     Case("two-sided t5 in a band ahead", bias=T5_BOTH, kv_positions=Range(300, TOKENS), batch=1),
     Case("one key head", heads=4, mask=Causal(), bias=FoX(), blocks=LARGE),
