@@ -40,7 +40,7 @@ OF_ROWS = ("q", "k", "v", "q0", "k0")
 @pytest.mark.parametrize(
     ("slots", "backend"),
     [
-        ({"bias": T5_NEAR, "sinks": True}, "dense"),
+        pytest.param({"bias": T5_NEAR, "sinks": True}, "dense", marks=pytest.mark.wide),
         ({"bias": Kerple(), "sinks": True}, "blockwise"),
         pytest.param({"decay": True}, "blockwise", marks=pytest.mark.wide),
         ({"remap": (Beyond(4),)}, "blockwise"),

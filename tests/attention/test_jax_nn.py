@@ -148,7 +148,7 @@ def test_masks_and_biases(name):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.wide)])
 def test_half_precisions(dtype):
     """Two query heads for a key head, a bias and a causal mask, against the same numbers in float32.
 

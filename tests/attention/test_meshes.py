@@ -96,9 +96,7 @@ def spread(kind, made, spec=meshes.SPEC):
 
 # Calls whose arrays have rows, heads, both or neither.
 COVERING = [
-    ("alibi", "explicit", "dense"),
     ("t5, packed", "explicit", "blockwise"),
-    ("forget", "explicit", "dense"),
     ("array bias", "explicit", "blockwise"),
     ("remap", "explicit", "blockwise"),
     ("dilated heads", "explicit", "dense"),
