@@ -59,3 +59,19 @@ def test_gradients_are_the_same_under_every_transformation(name):
     for got in (*found, *([] if by_pmap is None else [summed(jax.device_get(by_pmap))])):
         chex.assert_trees_all_close(got, want, atol=2e-5, rtol=2e-4)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(want))
+
+
+ALIBI = {"bias": pj.bias.ALiBi(), "mask": pj.masks.Causal()}
+TABLE = pj.rotary_table(pj.positions.Range(0, LENGTH), pj.rotary.inverse_frequencies(SIZE))
+CALLS = {
+    "coca": lambda q, k, v: pj.coca_attention(q, k[..., : SIZE // 2], v, table=TABLE, mask=pj.masks.Causal()),
+    "alibi": lambda q, k, v: pj.attention(q, k, v, **ALIBI),
+    "rotary": lambda q, k, v: pj.attention(pj.apply_rotary(q, TABLE), pj.apply_rotary(k, TABLE), v),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_give_the_same_under_pmap(name):
+    rows = inputs(pj.Scheme())[1:]
+    found = jax.pmap(CALLS[name])(*(x[:, None] for x in rows))
+    chex.assert_trees_all_close(jax.device_get(found)[:, 0], jax.jit(CALLS[name])(*rows), atol=1e-5)

@@ -49,9 +49,6 @@ OF_ROWS = {"q_positions": PACKED, "kv_positions": PACKED}
 
 CASES = [
     Case("cross with one key head", queries=5, keys=11, kv_heads=1),
-    Case("even tiles of a window", queries=12, keys=12, heads=2, mask=Causal() & Window(3), blocks=(4, 4)),
-    Case("long queries with sinks", queries=11, keys=3, q_positions=Range(0, 11), mask=Causal(), sinks=True),
-    Case("symmetric alibi in a band of segments", bias=SYMMETRIC, mask=Window(4) & Segments(IDS)),
     Case("learned alibi and lambda", bias=LEARNED, mask=Causal() & (Window(3) | FirstTokens(2))),
     Case("two-sided t5 in one tile", bias=T5_BOTH, blocks=(13, 13)),
     Case("kerple power and a prefix", bias=Kerple("power"), mask=Causal() | Prefix(6)),
@@ -59,13 +56,16 @@ CASES = [
     Case("packed", mask=Causal() & Segments(IDS), bias=T5_NEAR, **OF_ROWS, sinks=True),
     Case("nothing seen", mask=Causal() & Segments(IDS), kv_positions=Range(6, 13), sinks=True, softcap=2.0),
     Case("decode far away", queries=2, q_positions=LAST_TWO, kv_positions=FAR_AWAY, mask=Causal(), bias=ALiBi()),
-    Case("shuffled", q_positions=SHUFFLED, kv_positions=SHUFFLED, mask=Causal(), bias=Kerple()),
     Case("two branches of both sides", remap=TWO_BRANCHES, sinks=True),
-    Case("far in packed rows", remap=(Beyond(3),), mask=Causal() & Segments(IDS), **OF_ROWS, bias=LEARNED, softcap=3.0),
     Case("decay in packed rows", decay=True, mask=Causal() & Segments(IDS), **OF_ROWS, bias=T5_NEAR),
 ]
 
 WIDE = [
+    Case("long queries with sinks", queries=11, keys=3, q_positions=Range(0, 11), mask=Causal(), sinks=True),
+    Case("even tiles of a window", queries=12, keys=12, heads=2, mask=Causal() & Window(3), blocks=(4, 4)),
+    Case("symmetric alibi in a band of segments", bias=SYMMETRIC, mask=Window(4) & Segments(IDS)),
+    Case("shuffled", q_positions=SHUFFLED, kv_positions=SHUFFLED, mask=Causal(), bias=Kerple()),
+    Case("far in packed rows", remap=(Beyond(3),), mask=Causal() & Segments(IDS), **OF_ROWS, bias=LEARNED, softcap=3.0),
     Case("soft cap without a mask", softcap=0.8, bias=T5_BOTH),
     Case("symmetric alibi in a band", bias=SYMMETRIC, mask=Window(4)),
     Case("kerple log in chunks", bias=Kerple("log"), mask=Causal() & Chunked(5), blocks=(13, 13)),

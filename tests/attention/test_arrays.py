@@ -81,7 +81,10 @@ def with_gradients(mask, implementation, q, k, v, bias) -> tuple:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.wide) if name in ("[q, k]", "[batch, 1, 1, k]") else name for name in CASES],
+)
 def test_arrays_that_broadcast(name, qkv):
     """The bias has the shape in the name, the mask another one; forward against NumPy, gradients against one tile."""
     bias, mask, allowed = CASES[name]

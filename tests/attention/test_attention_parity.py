@@ -16,7 +16,6 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
 BATCH, TOKENS, HEADS, KV, SIZE = 2, 24, 4, 2, 8
-BACKENDS = ("dense", "blockwise")
 
 
 def draw(*heads):
@@ -32,8 +31,9 @@ def minus_infinity(allowed):
 CAUSAL = np.tri(TOKENS, dtype=bool)
 
 
-@pytest.mark.parametrize("implementation", BACKENDS)
-@pytest.mark.parametrize(("model", "name"), [("gpt_oss", "sinks"), ("gemma2", "softcap")])
+@pytest.mark.parametrize(
+    ("model", "name", "implementation"), [("gpt_oss", "sinks", "blockwise"), ("gemma2", "softcap", "dense")]
+)
 def test_eager_attention_and_its_gradients(model, name, implementation):
     """gpt-oss: each head adds one unscaled logit to its rows. Gemma 2: ``c tanh(z / c)`` after the scale."""
     eager = __import__(f"transformers.models.{model}.modeling_{model}", fromlist=["*"]).eager_attention_forward
@@ -57,7 +57,7 @@ def test_eager_attention_and_its_gradients(model, name, implementation):
         np.testing.assert_allclose(ours, np.zeros(HEADS) if theirs.grad is None else theirs.grad.numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", BACKENDS)
+@pytest.mark.parametrize("implementation", ["blockwise", pytest.param("dense", marks=pytest.mark.wide)])
 def test_flex_attention_with_a_bias_a_mask_and_a_row_that_sees_nothing(implementation):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -83,7 +83,7 @@ def test_flex_attention_with_a_bias_a_mask_and_a_row_that_sees_nothing(implement
     assert not np.any(found[1, :4])
 
 
-@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.wide), 3])
 def test_attention_of_longformer(first):
     """A window of eight keys and the query's own; global tokens use the same projections as the others."""
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention

@@ -141,8 +141,7 @@ def spread_attention(placement: Placement, mesh, q, k, v, rows=None, **options):
     return jax.tree.map(lambda a: np.asarray(layout.restore(jax.device_get(a), 1)), out)
 
 
-@pytest.mark.parametrize(("mesh", "kind"), [("2x4", "zigzag"), ("4x2", "contiguous")])
-def test_a_ring_against_numpy(mesh, kind):
+def test_a_ring_against_numpy():
     """ALiBi, a soft cap, sinks and packed rows, one logit at a time in float64."""
     rows, length = 4, 16
     q, k, v = projections(rows, length)
@@ -153,21 +152,24 @@ def test_a_ring_against_numpy(mesh, kind):
     bias = -(2.0 ** -(2 * np.arange(1, HEADS + 1)))[:, None, None] * r
     want = oracles.attention(q, k, v, bias=bias, allowed=allowed, sinks=sinks, softcap=2.0)
 
-    placement = spread.placement(mesh, "ring", kind)
+    placement = spread.placement("2x4", "ring", "zigzag")
 
     def inside(sinks, projected, rows):
         mask = CAUSAL & masks.Segments(rows["ids"])
         options = {"bias": ALiBi(), "mask": mask, "sinks": sinks, "softcap": 2.0, "return_residuals": True}
         return context_attention(*projected, placement=placement, **options)
 
-    with jax.set_mesh(spread.device_mesh(mesh)):
+    with jax.set_mesh(spread.device_mesh("2x4")):
         placed = [placement.layout.apply(x, 1) for x in (q, k, v)]
-        found = attend_on_mesh(inside, placement, jnp.asarray(sinks), placed, {"ids": placement.layout.apply(ids)})
+        attend = jax.jit(partial(attend_on_mesh, inside, placement))
+        found = attend(sinks, placed, {"ids": placement.layout.apply(ids)})
     for got, wanted in zip(found, want, strict=True):
         np.testing.assert_allclose(placement.layout.restore(np.asarray(got), 1), wanted, atol=2e-6)
 
 
-@pytest.mark.parametrize("places", [Range(1000, 16), np.arange(16) ** 2], ids=["range", "array"])
+@pytest.mark.parametrize(
+    "places", [Range(1000, 16), pytest.param(np.arange(16) ** 2, marks=pytest.mark.wide)], ids=["range", "array"]
+)
 def test_positions_of_the_whole_row_are_cut(places):
     """A range, or an array in the order of the layout."""
     q, k, v = projections(2, 16)
@@ -216,7 +218,7 @@ def ring_on_one_axis(kind: str, shards: int) -> tuple:
 @pytest.mark.parametrize(
     ("kind", "shards", "length", "options"),
     [
-        ("contiguous", 4, 32, {}),
+        pytest.param("contiguous", 4, 32, {}, marks=pytest.mark.wide),
         # Piece by piece.
         ("zigzag", 4, 32, {"bias": T5().bind(T5().init(jax.random.key(0), HEADS), num_heads=HEADS)}),
         # Both pieces at once, by tiles of 512.

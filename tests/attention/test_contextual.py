@@ -54,10 +54,8 @@ IDS = np.asarray([[0] * 4 + [1] * 5 + [-1] * 2, [-1] * 3 + [2] * 8], np.int32)
 SAME = (IDS[:, :, None] == IDS[:, None]) & (IDS[:, :, None] >= 0)
 NEAR = np.tri(LENGTH, k=-3) == 0
 CASES = {
-    "causal": (BEHIND, CAUSAL, {}),
     "window": (BEHIND & masks.Window(3), CAUSAL & NEAR, {"softcap": 2.0}),
     "packed": (BEHIND & masks.Segments(IDS), CAUSAL & SAME, {}),
-    "everything": (None, np.ones_like(CAUSAL), {}),
 }
 
 
@@ -65,8 +63,6 @@ CASES = {
     ("function", "case"),
     [
         (dense_contextual, "window"),
-        (dense_contextual, "everything"),
-        (blockwise_contextual, "causal"),
         (blockwise_contextual, "window"),
         (blockwise_contextual, "packed"),
     ],
@@ -119,7 +115,7 @@ def test_the_formula_of_x_transformers_and_of_the_paper_s_listing():
     above, below = (levels.gather(-1, count_.long()) for count_ in (count.ceil(), count.floor()))
     part = count - count.floor()
     want = (z + above * part + below * (1 - part)).logsumexp(-1)
-    np.testing.assert_allclose(run(dense_contextual, *inputs)[1], want, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(lambda *x: run(dense_contextual, *x)[1])(*inputs), want, atol=1e-5)
 
 
 def test_memory_of_the_gradient_is_linear():

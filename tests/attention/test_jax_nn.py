@@ -103,12 +103,22 @@ def theirs(q, k, v, bias=None, **options):
 
 
 @jax.jit
+def theirs_causal(values: dict, weights):
+    return with_gradients(partial(theirs, is_causal=True), values, weights)
+
+
+@jax.jit
 def in_tiles(values: dict, mask, weights):
     return with_gradients(partial(ours, mask=mask, implementation="blockwise"), values, weights)
 
 
+WIDE = ("bias", "boolean", "padding of keys", "window before", "window of both sides")
+
+
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.wide) if name in WIDE else name for name in CASES]
+)
 def test_masks_and_biases(name):
     """Forward and all gradients. Rows that see nothing have no weight: they give 0 here, in jax the mean of values.
 
@@ -119,11 +129,18 @@ def test_masks_and_biases(name):
     seen = np.broadcast_to(allowed, (ROWS, 1, TOKENS, TOKENS)).any(-1)[:, 0]
     weights = np.cos(values["q"]) * seen[..., None, None]
     oracle, _ = oracles.attention(**values, allowed=allowed)
-    # Without ``jit``, except for the tiles, which are compiled once for all cases.
-    want, d_want = with_gradients(partial(theirs, **given), values, weights)
+
+    @jax.jit
+    def all_three(values):
+        ways = (
+            partial(theirs, **given),
+            *(partial(ours, mask=mask, implementation=way) for way in ("dense", "blockwise")),
+        )
+        return [with_gradients(attend, values, weights) for attend in ways]
+
+    (want, d_want), *found = jax.device_get(all_three(values))
     np.testing.assert_allclose(np.where(seen[..., None, None], want, 0), oracle, atol=2e-6)
-    dense = with_gradients(partial(ours, mask=mask, implementation="dense"), values, weights)
-    for out, d_values in jax.device_get((dense, in_tiles(values, mask, weights))):
+    for out, d_values in found:
         np.testing.assert_allclose(out, oracle, atol=2e-6)
         np.testing.assert_array_equal(out[~seen], 0)
         chex.assert_trees_all_equal_shapes_and_dtypes(d_values, values)
@@ -131,7 +148,7 @@ def test_masks_and_biases(name):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.wide)])
 def test_half_precisions(dtype):
     """Two query heads for a key head, a bias and a causal mask, against the same numbers in float32.
 
@@ -141,7 +158,6 @@ def test_half_precisions(dtype):
     in_float32 = jax.tree.map(lambda x: x.astype(np.float32), values)
     weights = np.cos(in_float32["q"])
     repeated = in_float32 | {name: np.repeat(in_float32[name], 2, axis=2) for name in "kv"}
-    theirs_causal = jax.jit(partial(with_gradients, partial(theirs, is_causal=True)))
     want, d_want = jax.device_get(theirs_causal(repeated, weights))
     d_want |= {name: d_want[name].reshape(*in_float32[name].shape[:3], 2, SIZE).sum(3) for name in "kv"}
     oracle, _ = oracles.attention(**in_float32, allowed=LOWER)

@@ -40,6 +40,7 @@ def attend(q, k, v, **options):
     return pj.attention(q, k, v, **options)
 
 
+@jax.jit
 def tiled(bias, mask):
     """``blockwise`` in tiles that do not divide the rows evenly."""
     q, k, v = (np.moveaxis(x, 2, 1) for x in qkv())
@@ -47,6 +48,7 @@ def tiled(bias, mask):
     return jnp.moveaxis(in_tiles(x, 16, 8).out[:, :, 0], 1, 2)
 
 
+@jax.jit
 def whole(bias, mask):
     return pj.attention(*qkv(), bias=bias, mask=mask, implementation="dense")
 
@@ -65,7 +67,7 @@ def learned(attend, mask):
 @pytest.mark.parametrize(
     "mask",
     [
-        SameGroup(jnp.arange(TOKENS) % 3),
+        pytest.param(SameGroup(jnp.arange(TOKENS) % 3), marks=pytest.mark.wide),
         EachHead((1, 2, 3, 4)),
         Strided() & Segments(np.repeat([[0, 1, -1], [0, 0, 0]], [15, 15, 10], axis=1)),
     ],
@@ -153,7 +155,7 @@ def test_padding_of_rows_does_not_reach_arrays_without_an_axis_of_rows(implement
     np.testing.assert_allclose(found, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.wide)])
 def test_a_bias_that_names_its_axes_is_split_with_its_tokens(strategy):
     """Rows, tokens and heads over two devices each, in zigzag order."""
     q, k, v = qkv()

@@ -35,7 +35,7 @@ def allowed(mask):
     return np.asarray(masks.materialise(mask, positions, positions))
 
 
-@backends
+@pytest.mark.parametrize("backend", ["blockwise", pytest.param("dense", marks=pytest.mark.wide)])
 def test_steps_of_a_scan_may_differ_in_window_sinks_and_chunk(backend):
     """Outputs against NumPy, gradients against calls with numbers."""
     values, sizes = projections(), [(3, 1, 4), (9, 2, 13)]
