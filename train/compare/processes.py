@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO
@@ -120,8 +120,8 @@ def _started(share: Sequence[Group], trials: bool, stderr: IO[str], alone: bool)
         env={**os.environ, "PYTHONPATH": python_path()},
     )  # fmt: skip
     groups = [[to_dict(each) for each in group] for group in share]
-    process.stdin.write(json.dumps({"groups": groups, "trials": trials, "alone": alone}))
-    process.stdin.close()
+    with suppress(BrokenPipeError), process.stdin:  # a process that ended at once tells why in its log
+        process.stdin.write(json.dumps({"groups": groups, "trials": trials, "alone": alone}))
     return process
 
 
