@@ -14,6 +14,8 @@ import pytest
 from nn.huggingface.test_memory_released import TINY, build, run
 
 from posjax.nn import from_pretrained, save_pretrained
+from train.config import DataConfig
+from train.data.tokenizer import load_tokenizer
 
 FILE = os.environ.get("POSJAX_SMOLLM2", "")
 
@@ -49,11 +51,18 @@ def folder(ours, tmp_path_factory):
 def tokens(folder):
     from tokenizers import Tokenizer
 
-    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
     return np.asarray(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)[None, :1024]
 
 
-def test_logits_are_those_of_transformers(ours, theirs, tokens):
+def perplexity(logits, tokens):
+    logits = np.asarray(logits, np.float64)[0, :-1]
+    highest = logits.max(-1, keepdims=True)
+    normaliser = np.log(np.exp(logits - highest).sum(-1)) + highest[:, 0]
+    return np.exp((normaliser - logits[np.arange(len(logits)), tokens[0, 1:]]).mean())
+
+
+def test_logits_and_perplexity_are_those_of_transformers(ours, theirs, tokens):
     import torch
 
     with torch.no_grad():
@@ -61,6 +70,7 @@ def test_logits_are_those_of_transformers(ours, theirs, tokens):
     found = np.asarray(jax.jit(lambda t: ours(t))(jnp.asarray(tokens)))
     assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
     np.testing.assert_array_equal(found.argmax(-1), wanted.argmax(-1))
+    np.testing.assert_allclose(perplexity(found, tokens), perplexity(wanted, tokens), rtol=1e-5)
 
 
 def test_greedy_text_is_that_of_transformers(ours, theirs, tokens):
@@ -96,3 +106,36 @@ def test_on_a_mesh_of_four_it_needs_little_memory_beside_its_arrays(folder, tmp_
     print(found)
     assert found["arrays"] > 500e6
     assert max(found["read"], found["write"]) < 2 * 4 * 49152 * 576
+
+
+def test_the_tokenizer_is_that_of_transformers(folder):
+    import transformers
+    from tokenizers import Tokenizer
+
+    path, name = os.path.split(FILE)
+    wanted = transformers.AutoTokenizer.from_pretrained(path, gguf_file=name)
+    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [
+        "In 2024, 135 million.",
+        "  def f(x):\n\treturn x**2  # élan",
+        "naïve 東京 🙂",
+        "<|im_start|>user\nHi<|im_end|>",
+    ]
+    for text in texts:
+        ids = found.encode(text, add_special_tokens=False).ids
+        assert ids == wanted(text, add_special_tokens=False)["input_ids"], text
+        assert found.decode(ids, skip_special_tokens=False) == text
+
+
+def test_a_chat_is_read_as_transformers_reads_it(folder):
+    """Special tokens are recognised in prompts for generation only. In training text they are plain text."""
+    import transformers
+
+    path, name = os.path.split(FILE)
+    wanted = transformers.AutoTokenizer.from_pretrained(path, gguf_file=name)
+    found = load_tokenizer(DataConfig(tokenizer=str(folder / "tokenizer.json"), special_tokens="own"))
+    chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    ids = wanted(chat, add_special_tokens=False)["input_ids"]
+    assert found.prompt(chat.encode()).tolist() == ids
+    assert set(found.tokens(chat.encode()).tolist()).isdisjoint({1, 2})
+    assert {1, 2} < set(ids)
