@@ -173,7 +173,7 @@ def test_two_kept_steps_are_compared_without_a_compiler(plan, tmp_path):
 
 
 TINY = """
-model: {num_layers: 2, model_dim: 256, num_heads: 2, mlp_dim: 1024, vocab_size: 8192, compute_dtype: bfloat16}
+model: {num_layers: 2, model_dim: 256, num_heads: 2, vocab_size: 1024, compute_dtype: bfloat16, remat: full}
 train: {length: 1024, batch_tokens: 8192, mesh: {data: 2, fsdp: 2, tensor: 2}}
 """
 
