@@ -106,11 +106,11 @@ def test_an_invalid_folder_is_refused(name, changes, tmp_path):
 
 
 @pytest.fixture
-def plan(tiny, capsys):
+def plan(wider, capsys):
     """A function that runs ``python -m train plan``; it gives the status and what was printed."""
 
     def run(*arguments):
-        status = main(["plan", tiny, *arguments])
+        status = main(["plan", wider, *arguments])
         return status, capsys.readouterr()
 
     return run
@@ -181,6 +181,14 @@ train: {length: 1024, batch_tokens: 8192, mesh: {data: 2, fsdp: 2, tensor: 2}}
 @pytest.fixture
 def tiny(tmp_path):
     (tmp_path / "run.yaml").write_text(TINY)
+    return str(tmp_path / "run.yaml")
+
+
+@pytest.fixture
+def wider(tmp_path):
+    """The tiny config with more vocabulary and hidden units, so that they show among gigabytes."""
+    wide = TINY.replace("vocab_size: 1024", "mlp_dim: 1024, vocab_size: 8192").replace(", remat: full", "")
+    (tmp_path / "run.yaml").write_text(wide)
     return str(tmp_path / "run.yaml")
 
 
