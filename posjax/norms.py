@@ -142,5 +142,5 @@ class CosineNorm(_OfQueriesAndKeys):
 
     def apply(self, params, q, k):
         """``(sqrt(d) q / |q|, k / |k|)``, shapes and dtypes kept."""
-        q, k = qk_norm(q, k, eps=self.eps)
-        return q, k * k.shape[-1] ** -0.5
+        size = k.shape[-1]
+        return qk_norm(q, k, k_gain=jnp.full(size, size**-0.5, jnp.float32), eps=self.eps)
