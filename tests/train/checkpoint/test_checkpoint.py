@@ -297,6 +297,20 @@ def test_a_step_is_saved_once(copy):
     assert contents(copy / "checkpoints") == before
 
 
+def test_a_save_that_fails_at_its_end_is_reported_and_nothing_that_was_saved_is_lost(copy, monkeypatch):
+    def full(part, location):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            save(copy, 9, keep=1)
+    assert names(copy) >= {"3", "6"}
+    found, values = restored(copy)
+    assert found.step == 6
+    chex.assert_trees_all_equal(values, state(6))
+
+
 def test_another_config_or_another_text_is_refused_and_nothing_changes(two):
     before = contents(two)
     other = parse({**to_dict(config()), "seed": 7})

@@ -145,6 +145,15 @@ def test_damaged_files_and_bad_records_are_reported_at_every_start(texts, tmp_pa
     assert differences(config, stricter) == []
 
 
+def test_a_wrong_key_of_the_text_is_noticed_early(tmp_path):
+    """After 1,000 records, although a large part of the corpus may be left out."""
+    records = ('{"body": "some text"}\n' if number < 1000 else '{"text": "some text"}\n' for number in range(1200))
+    (tmp_path / "lines.jsonl").write_text("".join(records))
+    paths = [f"{tmp_path}/lines.jsonl"]
+    refused("'text'", lambda: training_rows(config_of(tmp_path, paths=paths, bad_records=0.95)))
+    assert training_rows(config_of(tmp_path, paths=paths, bad_records=1.0)).tokens
+
+
 def test_only_what_changed_is_built_anew(texts, tmp_path):
     def built(**changes):
         parts = [{"paths": [f"{texts}/*.txt"]}, {"paths": [f"{texts}/*.jsonl"], "weight": 2.0}]
