@@ -86,4 +86,7 @@ def test_memory_beside_the_arrays_is_less_than_twice_the_largest_tensor(size, tm
         assert found["arrays"] > 3 * largest[name]
         assert found["read"] < 2 * largest[name], found
         assert found["write"] < 2 * largest[name], found
-    released.assert_same_tensors(tmp_path / "dense-out", tmp_path / "dense")
+    written, built = (files.TensorFolder(tmp_path / name) for name in ("dense-out", "dense"))
+    assert written.entries.keys() == built.entries.keys()
+    for name in built.entries:
+        np.testing.assert_array_equal(written.tensor(name), built.tensor(name))
