@@ -21,9 +21,8 @@ from posjax import (
 )
 from posjax._angles import Frequencies
 from posjax._slots import Features
-from posjax.attention import attention
+from posjax.attention import attention, coca_attention
 from posjax.attention.cache import Cache
-from posjax.attention.coca import coca_attention
 from posjax.bias import alibi_bias, alibi_slopes
 from posjax.rotary import RotaryTable, apply_rotary, rotary_table
 from posjax.scheme import Layers, Scheme

@@ -59,7 +59,8 @@ def exact(values: np.ndarray) -> Frequencies:
     check(bool(np.isfinite(values).all()), "frequencies must be finite")
     words = [round(Fraction(value) * _TURNS_PER_RADIAN * 2**64) % 2**64 for value in values.ravel().tolist()]
     words = np.array(words, dtype=np.uint64).reshape(values.shape)
-    high, low = (words >> np.uint64(32)).astype(np.uint32), (words & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    high = (words >> np.uint64(32)).astype(np.uint32)
+    low = (words & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     return Frequencies(values.astype(np.float32), high, low)
 
 
@@ -94,7 +95,10 @@ def as_frequencies(frequencies: Frequencies | np.ndarray | Float[Array, "*batch 
 def _high_product(a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """The upper 32 bits of the 64-bit product of two uint32, from 16-bit halves."""
     half = np.uint32(0xFFFF)
-    a_high, a_low, b_high, b_low = a >> 16, a & half, b >> 16, b & half
+    a_high = a >> 16
+    a_low = a & half
+    b_high = b >> 16
+    b_low = b & half
     middle = a_high * b_low + ((a_low * b_low) >> 16)
     other = a_low * b_high + (middle & half)
     return a_high * b_high + (middle >> 16) + (other >> 16)

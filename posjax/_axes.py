@@ -5,7 +5,7 @@ A registered dataclass names the axes of its arrays, by field:
     axes = {"q_gates": ("batch", "heads", "queries"), "kv_gates": ("batch", "heads", "keys")}
 
 Code that cuts arrays into tiles, pads them or shards them asks for an axis by its name. Names are ``"batch"``,
-``"heads"`` (query heads), ``"queries"`` and ``"keys"``; the arrays of ``posjax.attention.operands`` also have
+``"heads"`` (query heads), ``"queries"`` and ``"keys"``; the arrays of ``posjax.attention.call`` also have
 ``"kv_heads"``, ``"group"`` and ``"size"``.
 """
 

@@ -171,7 +171,8 @@ def take(params: Mapping[str, Any] | None, spec: Any, **shapes: tuple[int | str,
     Raises:
         ValueError: if a parameter is missing or has another shape.
     """
-    names, hint = ", ".join(map(repr, shapes)), f"{type(spec).__name__}(...).init makes them"
+    names = ", ".join(map(repr, shapes))
+    hint = f"{type(spec).__name__}(...).init makes them"
     check(set(shapes) <= set(params or {}), f"params must hold {names}: {hint}")
     for name, shape in shapes.items():
         found = params[name].shape

@@ -36,6 +36,11 @@ class Lowered:
         """The number of last arguments in which the function is linear."""
         return 0
 
+    @property
+    def effects(self) -> frozenset:
+        """The side effects of its implementations, such as those of an interpreted kernel."""
+        return frozenset()
+
     def types(self, *arrays: Array) -> Sequence[Array]:
         """Arrays with the types of the results: shapes, dtypes and shardings. It is traced, never run."""
         raise NotImplementedError
@@ -76,7 +81,8 @@ class Derivative(Lowered):
 
     def on(self, platform, *arrays):
         """The tangents, from ``jax.jvp`` of the implementation that runs anywhere."""
-        primals, nonzero = arrays[: len(self.which)], iter(arrays[len(self.which) :])
+        primals = arrays[: len(self.which)]
+        nonzero = iter(arrays[len(self.which) :])
         tangents = [
             next(nonzero) if has_tangent else zero_tangent(x)
             for has_tangent, x in zip(self.which, primals, strict=True)
@@ -102,6 +108,11 @@ class Mapped(Lowered):
     def linear(self) -> int:
         """The number of last arguments in which the mapped function is linear."""
         return self.function.linear
+
+    @property
+    def effects(self) -> frozenset:
+        """Those of the mapped function."""
+        return self.function.effects
 
     def types(self, *arrays):
         """Arrays with the types of the mapped function's results."""
@@ -142,8 +153,8 @@ def _eager(*arrays, function):
         return _compiled(*arrays, function=function)
 
 
-def _types(*types, function: Lowered) -> list:
-    return jax.make_jaxpr(function.types)(*types).out_avals
+def _types(*types, function: Lowered) -> tuple[list, frozenset]:
+    return jax.make_jaxpr(function.types)(*types).out_avals, function.effects
 
 
 def _lowering(platform: str):
@@ -156,7 +167,8 @@ def _mapped(arrays, axes, *, function: Lowered) -> tuple:
 
 
 def _differentiated(primals, tangents, *, function: Lowered) -> tuple:
-    first_linear, tangents = len(primals) - function.linear, [None if type(t) is ad.Zero else t for t in tangents]
+    first_linear = len(primals) - function.linear
+    tangents = [None if type(t) is ad.Zero else t for t in tangents]
     if function.linear and all(tangent is None for tangent in tangents[:first_linear]):
         filled = [
             zero_tangent(x) if t is None else t
@@ -168,14 +180,15 @@ def _differentiated(primals, tangents, *, function: Lowered) -> tuple:
 
 def _transposed(cotangents, *arrays, function: Lowered) -> list:
     first_linear = len(arrays) - function.linear
-    constants, last = arrays[:first_linear], arrays[first_linear:]
+    constants = arrays[:first_linear]
+    last = arrays[first_linear:]
     cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
     found = function.transposed(constants, cotangents)
     return [None] * first_linear + [x if ad.is_undefined_primal(y) else None for x, y in zip(found, last, strict=True)]
 
 
 _lowered_p.def_impl(_eager)
-_lowered_p.def_abstract_eval(_types)
+_lowered_p.def_effectful_abstract_eval(_types)
 mlir.register_lowering(_lowered_p, _lowering(""))
 for _platform in PLATFORMS:
     mlir.register_lowering(_lowered_p, _lowering(_platform), platform=_platform)

@@ -1,9 +1,9 @@
 """Absolute position embeddings, added to the token embeddings: sinusoidal, learned, and learned hierarchically.
 
-The specs fill the embedding slot of a scheme: ``spec.init(key, model_dim) -> params`` and
-``spec.embed(params, positions, model_dim) -> [*batch, length, model_dim]`` in float32.
+The specs, ``Embedding``, fill the embedding slot of a scheme.
 """
 
+import abc
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -95,7 +95,8 @@ def hierarchical(
     n = table.shape[0]
     end = min(n * n, np.iinfo(np.int32).max)
     array = _within(positions, end, f"the {n}^2 positions that a table of max_length {n} encodes")
-    first, fine = _rows(table, jnp.where(array < end, array // n, n)), _rows(table, array % n)
+    first = _rows(table, jnp.where(array < end, array // n, n))
+    fine = _rows(table, array % n)
     first, origin = level(first, table[0].astype(jnp.float32))
     return fine + np.float32(alpha / (1 - alpha)) * (first - origin)
 
@@ -119,14 +120,34 @@ def _rows(table, index) -> Float[Array, "*batch length model_dim"]:
     return jnp.take(table.astype(jnp.float32), index, axis=0, mode="fill", fill_value=jnp.nan)
 
 
+class Embedding(abc.ABC):
+    """The base class of the specs: vectors added to the token embeddings. A spec is a frozen, hashable dataclass."""
+
+    shift_invariant: ClassVar[bool] = False
+    """Whether shifting all positions by one constant changes nothing."""
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions it encodes, from 0; None if it encodes all."""
+        return None
+
+    def init(self, key: Array, model_dim: int) -> dict[str, Array]:
+        """Learned parameters, ``{}`` if there are none."""
+        return {}
+
+    @abc.abstractmethod
+    def embed(
+        self, params: dict[str, Array], positions: Positions | Float[Array, "*batch length"], model_dim: int
+    ) -> Float[Array, "*batch length model_dim"]:
+        """The embedding of each position, float32."""
+
+
 @dataclass(frozen=True)
-class Sinusoidal:
+class Sinusoidal(Embedding):
     """Sinusoidal embeddings without parameters; see :func:`sinusoidal`."""
 
     convention: str = "interleaved"
     base: float = 10_000.0
-
-    shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self):
         _check_sinusoid(self.convention, self.base)
@@ -144,7 +165,7 @@ class Sinusoidal:
 
 
 @dataclass(frozen=True)
-class Learned:
+class Learned(Embedding):
     """A learned vector for each of ``max_length`` positions (Gehring et al., arXiv:1705.03122; BERT, GPT-2).
 
     It has no vector for positions from ``max_length`` on.
@@ -156,8 +177,6 @@ class Learned:
     max_length: int
     stddev: float = 0.02
 
-    shift_invariant: ClassVar[bool] = False
-
     def __post_init__(self):
         check_count("max_length", self.max_length)
         fits = self.max_length <= LARGEST
@@ -165,8 +184,8 @@ class Learned:
         check_number("stddev", self.stddev, at_least=0)
 
     @property
-    def reach(self) -> int:
-        """The number of positions that it encodes."""
+    def reach(self):
+        """``max_length``."""
         return self.max_length
 
     def init(self, key: Array, model_dim: int) -> dict[str, Float[Array, "max_length model_dim"]]:
@@ -197,8 +216,8 @@ class Hierarchical(Learned):
     alpha: float = field(default=0.4, kw_only=True)
 
     @property
-    def reach(self) -> int:
-        """The number of positions that it encodes: ``max_length^2``."""
+    def reach(self):
+        """``max_length^2``."""
         return self.max_length**2
 
     def __post_init__(self):

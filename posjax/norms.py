@@ -1,12 +1,9 @@
 """Norms of queries and keys over each head, before their rotation.
 
-The functions keep shapes and dtypes. The specs share one protocol:
-
-* ``spec.init(key, head_dim)`` makes the learned parameters, ``{}`` if there are none;
-* ``spec.apply(params, q, k)`` returns the normalised queries and keys;
-* ``spec.commutes_with_rotation`` says whether the norm may also come after a rotation.
+The functions keep shapes and dtypes. The specs are ``Norm``.
 """
 
+import abc
 import dataclasses
 
 import jax
@@ -25,7 +22,8 @@ def rms_norm(
     The mean is over the last axis, or over as many of the last axes as the gain has.
     """
     check_number("eps", eps, at_least=0)
-    wide, axes = widened(x), tuple(range(-1 if gain is None else -gain.ndim, 0))
+    wide = widened(x)
+    axes = tuple(range(-1 if gain is None else -gain.ndim, 0))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + eps)
     if gain is not None:
         normed, gain = level(normed, gain.astype(wide.dtype))
@@ -60,23 +58,33 @@ def qk_norm(
     return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
 
 
-class _OfQueriesAndKeys:
-    """The base of the norms: by default without learned parameters, and commuting with a rotation."""
+class Norm(abc.ABC):
+    """The base class of the specs. A spec is a frozen, hashable dataclass."""
+
+    commutes_with_rotation: bool = True
+    """Whether the norm may also come after a rotation."""
+
+    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
+        """Learned parameters of one layer, ``{}`` if there are none."""
+        return {}
+
+    @abc.abstractmethod
+    def apply(self, params, q, k) -> tuple[Array, Array]:
+        """Normed queries and keys, of the same shapes and dtypes."""
+
+
+class _WithEps(Norm):
+    """A norm with an ``eps``, which is checked."""
 
     eps: float
-    commutes_with_rotation = True
 
     def __post_init__(self):
         check_flags(self)
         check_number("eps", self.eps, at_least=0)
 
-    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
-        """``{}``: nothing is learned."""
-        return {}
-
 
 @dataclasses.dataclass(frozen=True)
-class KeyNorm(_OfQueriesAndKeys):
+class KeyNorm(_WithEps):
     """Spec of ``key_norm``; queries pass through. It commutes with a rotation.
 
     Args:
@@ -91,7 +99,7 @@ class KeyNorm(_OfQueriesAndKeys):
 
 
 @dataclasses.dataclass(frozen=True)
-class QKNorm(_OfQueriesAndKeys):
+class QKNorm(_WithEps):
     """Spec of ``qk_norm``.
 
     Args:
@@ -128,7 +136,7 @@ class QKNorm(_OfQueriesAndKeys):
 
 
 @dataclasses.dataclass(frozen=True)
-class CosineNorm(_OfQueriesAndKeys):
+class CosineNorm(_WithEps):
     """Queries of norm ``sqrt(d)`` and keys of norm 1, so that the usual ``q . k / sqrt(d)`` is ``cos(q, k)``.
 
     Use it with a scale: cosines without one give nearly uniform attention. ``scales.CosineScale`` makes it CosA (Su,

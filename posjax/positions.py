@@ -42,7 +42,8 @@ class Range:
             check(hasattr(start, "dtype"), f"start must be an integer or an int32 scalar array, found {shown(start)}")
             check(jnp.ndim(start) == 0, f"start must be a scalar, found shape {jnp.shape(start)}")
             check(jnp.issubdtype(start.dtype, jnp.integer), f"start must be an integer, found {start.dtype}")
-        self.start, self.length = start, int(length)
+        self.start = start
+        self.length = int(length)
 
     @property
     def is_static(self) -> bool:

@@ -350,5 +350,6 @@ class DualChunk(Remap):
             features.query(params, q, at, **sizes) for at in (inside, jnp.minimum(inside + self.chunk, last), last)
         )
         psi = features.key(params, k, as_array(kv_positions) % self.chunk, **sizes)
-        previous, rest = ChunksApart(self.chunk, 1, 1), ChunksApart(self.chunk, 2)
+        previous = ChunksApart(self.chunk, 1, 1)
+        rest = ChunksApart(self.chunk, 2)
         return own, psi, (Branch(before, psi, previous), Branch(older, psi, rest))

@@ -5,19 +5,16 @@ query (and head). It multiplies the *features* ``phi``, after their map: that is
 RoPE, but not for CoCA, whose ``phi`` is quadratic in the query. It does not change keys, so caches are unaffected.
 Several scales multiply each other; the bias is not scaled.
 
-The functions return one factor per query, float32. The specs share one protocol:
-
-* ``spec.init(key, num_heads)`` makes the learned parameters, ``{}`` if there are none;
-* ``spec.factor(params, positions=, visible=, num_heads=)`` returns float32 that broadcasts to
-  ``[batch, length, heads]``;
-* ``spec.shift_invariant`` says whether shifting all positions by a constant leaves the factor unchanged.
+The functions return one factor per query, float32. The specs are ``Scale``.
 
 ``visible`` is the number of keys that the mask lets each query see, its own included: a count, not a position. Under a
 causal mask over an unpadded, unpacked sequence it is the index of the query plus one.
 """
 
+import abc
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -207,25 +204,35 @@ def _step_temperature(steps: Int[Array, "..."] | Float[Array, "..."], slope: flo
     return 1.0 + np.float32(slope) * jnp.log1p(steps.astype(jnp.float32))
 
 
-class _Fixed:
-    """A scale without learned parameters."""
+class Scale(abc.ABC):
+    """The base class of the specs. A spec is a frozen, hashable dataclass."""
+
+    shift_invariant: ClassVar[bool] = True
+    """Whether shifting all positions by one constant leaves the factor unchanged."""
 
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
-        """``{}``: nothing is learned."""
+        """Learned parameters of one layer, ``{}`` if there are none."""
         return {}
 
+    @abc.abstractmethod
+    def factor(
+        self, params, *, positions: Positions, visible: Int[Array, "*b length"], num_heads: int
+    ) -> Float[Array, "*#b #length #heads"]:
+        """``c_h(i)`` of queries at ``positions`` that see ``visible`` keys, float32.
 
-class _OfCount(_Fixed):
+        It broadcasts to ``[batch, length, heads]``.
+        """
+
+
+class _OfCount(Scale):
     """A scale that reads the number of visible keys and no position. The factor is ``[..., length, 1]``."""
-
-    shift_invariant = True
 
     def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "*b length 1"]:
         """``of(visible)`` with a head axis of one."""
         return self.of(visible)[..., None]
 
 
-class _OfPosition(_Fixed):
+class _OfPosition(Scale):
     """A scale that reads the position of the query. The factor is ``[..., length, 1]``."""
 
     shift_invariant = False
@@ -235,10 +242,9 @@ class _OfPosition(_Fixed):
         return self.of(as_array(positions))[..., None]
 
 
-class _OneFactor(_Fixed):
+class _OneFactor(Scale):
     """A scale that is one number for all queries. The factor is ``[1, 1]``."""
 
-    shift_invariant = True
     value: float
 
     def factor(self, params, *, positions, visible, num_heads) -> Float[Array, "1 1"]:
@@ -290,7 +296,7 @@ class ClippedLogN(_OfCount):
 
 
 @dataclasses.dataclass(frozen=True)
-class SSMax:
+class SSMax(Scale):
     """Spec of ``ssmax``: a learned slope per head, per layer. The factor is ``[..., length, heads]``.
 
     Args:
@@ -301,7 +307,6 @@ class SSMax:
 
     initial: float = SSMAX_INITIAL
     bias: bool = False
-    shift_invariant = True
 
     def __post_init__(self):
         check_flags(self)
@@ -474,7 +479,7 @@ class CosineScale(_OfCount):
 
 
 @dataclasses.dataclass(frozen=True)
-class LearnedCosineScale:
+class LearnedCosineScale(Scale):
     """One learned factor of the cosine per layer, initially ``qk_norm_initial(length)``: use it with ``CosineNorm``.
 
     Together they are the QK-norm of Henry et al. (arXiv 2010.04245). The factor is ``[1, 1]``.
@@ -484,7 +489,6 @@ class LearnedCosineScale:
     """
 
     length: int
-    shift_invariant = True
 
     def __post_init__(self):
         qk_norm_initial(self.length)

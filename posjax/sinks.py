@@ -1,14 +1,12 @@
 """Attention sinks without a token: one logit per head that takes part in the normalisation and has no value.
 
-``attention(sinks=...)`` takes the logits ``[heads]``; the specs share one protocol:
-
-* ``spec.init(key, num_heads)`` makes the learned parameters of a layer, ``{}`` if there are none;
-* ``spec.logits(params, num_heads)`` returns float32 ``[heads]``.
+``attention(sinks=...)`` takes the logits ``[heads]``; the specs are ``Sinks``.
 
 With a sink a head may attend to nothing; without sinks, softmax models use the first tokens for that. Sinks work with
 every other slot, because a sink has no position and no scale.
 """
 
+import abc
 import dataclasses
 
 import jax.numpy as jnp
@@ -17,24 +15,32 @@ from jaxtyping import Array, Float
 from posjax._checks import take
 
 
+class Sinks(abc.ABC):
+    """The base class of the specs. A spec is a frozen, hashable dataclass."""
+
+    def init(self, key: Array, num_heads: int) -> dict[str, Array]:
+        """Learned parameters of one layer, ``{}`` if there are none."""
+        return {}
+
+    @abc.abstractmethod
+    def logits(self, params, num_heads: int) -> Float[Array, "heads"]:
+        """One logit for each head, float32."""
+
+
 @dataclasses.dataclass(frozen=True)
-class SoftmaxPlusOne:
+class SoftmaxPlusOne(Sinks):
     """``exp(z_j) / (1 + sum exp(z))``: softmax with one added to the denominator (Miller, "Attention is off by one").
 
     Softmax_1, or the zero sink of StreamingLLM (arXiv 2309.17453): a key of zeros with a value of zeros.
     """
 
-    def init(self, key: Array, num_heads: int) -> dict[str, Array]:
-        """``{}``: nothing is learned."""
-        return {}
-
-    def logits(self, params, num_heads: int) -> Float[Array, "heads"]:
+    def logits(self, params, num_heads):
         """Zeros."""
         return jnp.zeros(num_heads, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class LearnedSinks:
+class LearnedSinks(Sinks):
     """``exp(z_j) / (exp(s_h) + sum exp(z))`` with a learned ``s_h`` for each head and layer (gpt-oss).
 
     The logits start at zero, where this is ``SoftmaxPlusOne``. No scale multiplies them.

@@ -4,17 +4,18 @@ A model that has seen only the positions 0 .. N - 1 has not learned larger ones.
 positions on rows of N tokens. The rules change no parameter and no method: a model takes the drawn values as its
 ``positions``, ``coordinates`` and ``length`` arguments.
 
-Every rule is a frozen dataclass with two methods, ``draw(key, batch, length)`` for training and ``evaluate(length)``.
-Both are pure functions of their arguments, under ``jit`` too, with ``batch`` and ``length`` static.
+A rule, ``PositionRule``, has two methods, ``draw(key, batch, length)`` for training and ``evaluate(length)``. Both are
+pure functions of their arguments, under ``jit`` too, with ``batch`` and ``length`` static.
 
 Ids are distinct and increase along a row, so a causal mask over ids is the causal mask over tokens. Windows and biases
 measure distances in ids; scales that count visible keys count tokens. Real-valued coordinates are for encodings that
 are functions of them (rotary, sinusoidal); masks and biases still read the token index.
 """
 
+import abc
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,15 @@ class Drawn(NamedTuple):
     length: Int32[Array, ""] | None = None
 
 
-class PositionRule(Protocol):
-    """The methods of every rule; a subclass needs only ``draw``."""
+class PositionRule(abc.ABC):
+    """The base class of rules. A rule is a frozen, hashable dataclass."""
 
+    @property
+    def reach(self) -> int | None:
+        """The number of ids, from 0, that it draws from; None if that is the length of a row."""
+        return None
+
+    @abc.abstractmethod
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Positions of ``batch`` rows of ``length`` tokens for one step of training."""
 
@@ -95,6 +102,11 @@ class Randomised(PositionRule):
         check_count("max_length", self.max_length)
         check(self.max_length <= LARGEST, f"max_length must fit in int32, found {self.max_length}")
         check_choice("test", self.test, ("even", "random"))
+
+    @property
+    def reach(self):
+        """``max_length``."""
+        return self.max_length
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length``."""
@@ -211,6 +223,11 @@ class PoSE(PositionRule):
         check_counts(max_length=self.max_length, chunks=self.chunks)
         check(self.chunks > 1, "chunks must be 2 or more: one chunk is the plain positions")
         check(self.max_length < LARGEST, f"max_length must fit in int32, found {self.max_length}")
+
+    @property
+    def reach(self):
+        """``max_length``."""
+        return self.max_length
 
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
         """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length`` or below ``chunks``."""

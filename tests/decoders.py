@@ -66,14 +66,9 @@ GROUPS = {
     "linear": "linear-elu linear-taylor",
     "not shift-invariant": "coca-slack fire chunked longformer self-extend lm-infinite streaming dual-chunk performer",
 }
-# Presets that run in the wide grid only. Each has the operands and slots of another preset, but a different rule,
-# mask, feature map or order of the layers.
-VARIANTS = (
-    "nope hope p-rope axial mrope randomised pose scale-invariant kerple-log sandwich coca-relative leaky-rerope "
-    "inverse-leaky window softmax-plus-one log-n drope cosine gpt-oss qwen3 equal-mean hwfa2 gemma3 smollm3 rnope-swa "
-    "rope-tie linear-exp linear-limit linear-cosine"
-)
-# Presets that a group cannot have: position embeddings and layer patterns. RoPE is here to test a scan over layers.
+# Presets that a group cannot have: position embeddings and layer patterns. RoPE is here to test a scan over layers. All
+# others run in the wide grid only: each has the arrays and slots of another preset, but a different rule, mask, feature
+# map or order of the layers.
 ALONE = ("rope", "sinusoidal", "learned", "hierarchical", "hwfa", "llama4")
 
 

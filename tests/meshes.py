@@ -38,7 +38,7 @@ def put(where, value, spec=SPEC):
 
 def partition(kind: str, spec=SPEC) -> dict:
     """The arguments of attention that give the sharding of queries, where array types do not show it."""
-    return {} if kind == "explicit" else {"partition": spec}
+    return {} if kind == "explicit" else {"placement": spec}
 
 
 def same(found, wanted, tolerance=1e-5):

@@ -1,5 +1,5 @@
 """Softmax attention with any scheme of positions, in backends that compute the same function."""
 
-from posjax.attention.entrance import attention
+from posjax.attention.api import attention, coca_attention
 
-__all__ = ["attention"]
+__all__ = ["attention", "coca_attention"]

@@ -1,73 +1,171 @@
-"""Local attention, for the batch rows and heads of one device: checks, bound biases, the choice of a backend, sinks."""
+"""The public functions: ``attention``, and ``coca_attention`` for the features of CoCA."""
 
-import logging
-import warnings
+from collections.abc import Sequence
+from typing import Literal, overload
 
-import jax
 import jax.numpy as jnp
-import numpy as np
+from jaxtyping import Array, Bool, Float
 
-from posjax._checks import check, check_array, check_choice, check_heads, shown
-from posjax._lowered import PLATFORMS, mesh_of_types, split_by_compiler
-from posjax._numbers import is_number
-from posjax._shapes import grouped, ungrouped
-from posjax.attention import cudnn
-from posjax.attention.backends import BLOCKWISE, DENSE, TPU, scaled
-from posjax.attention.blockwise import TILE_ELEMENTS
-from posjax.attention.checks import check_masks, rates
-from posjax.attention.contextual import blockwise_contextual, dense_contextual
-from posjax.attention.operands import Operands, RemappedPair, checked_softcap, statistics_dtype, vary_alike
-from posjax.attention.operation import Backends, attend, attend_here
-from posjax.attention.own import checked, heads_of
-from posjax.attention.padding import without_padded_gates, without_padding
+from posjax import coca
+from posjax._shapes import ungrouped
+from posjax.attention.call import bind_bias, call_of, check_masks, check_scale, check_shapes, sinks_of
+from posjax.attention.padding import without_padding
+from posjax.attention.placement import Placement
 from posjax.attention.rows import Rows, merged
-from posjax.attention.tpu import entry
-from posjax.bias import Bias, ContextualBias, array_bias
-from posjax.bias.base import widened_leaves
-from posjax.masks import Mask
+from posjax.attention.sharded.mesh import Partition, over_mesh, split_of
+from posjax.attention.sharded.strategies import spread
+from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
-from posjax.remap import Branch
-
-BACKENDS = {"dense": DENSE, "blockwise": BLOCKWISE}
-"""Backends that support every call and run on every platform."""
-IMPLEMENTATIONS = (*BACKENDS, "tpu", "cudnn")
-"""All names; ``tpu`` and ``cudnn`` run on one platform each and raise ValueError for calls that they do not support."""
-CONTEXTUAL = {"dense": dense_contextual, "blockwise": blockwise_contextual}
-"""Backends for biases that are functions of the scores (CoPE)."""
-
-_LONGEST_DENSE = 512 * 512
-"""The most pairs of a head for which ``dense`` may be the default: with more pairs it is faster to skip empty tiles."""
-
-_log = logging.getLogger("posjax")
+from posjax.remap import Branch, branches
+from posjax.rotary import RotaryTable
 
 
-def operands(
-    q, k, v, *, bias: Bias | None, mask: Mask | None, remap: tuple[Branch, ...], decay, softcap, positions: tuple
-) -> Operands:
-    """The checked operands of ``attention``, whose queries are not scaled yet.
+@overload
+def attention(
+    q: Float[Array, "batch queries heads size"],
+    k: Float[Array, "batch keys kv_heads size"],
+    v: Float[Array, "batch keys kv_heads value_size"],
+    *,
+    bias=None,
+    mask: Mask | Bool[Array, "..."] | None = None,
+    scale: float | Float[Array, "..."] | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    softcap: float | Float[Array, ""] | None = None,
+    remap: Branch | Sequence[Branch] = (),
+    decay: Float[Array, "size"] | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    implementation: str | None = None,
+    placement: Placement | Partition | None = None,
+    return_residuals: Literal[False] = False,
+) -> Float[Array, "batch queries heads value_size"]: ...
 
-    The caller has checked the shapes and ``positions`` (of the queries and of the keys), and has bound the bias.
+
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, return_residuals: Literal[True], **options
+) -> tuple[Float[Array, "batch queries heads value_size"], Float[Array, "batch queries heads"]]: ...
+
+
+def attention(
+    q: Float[Array, "batch queries heads size"],
+    k: Float[Array, "batch keys kv_heads size"],
+    v: Float[Array, "batch keys kv_heads value_size"],
+    *,
+    bias=None,
+    mask: Mask | Bool[Array, "..."] | None = None,
+    scale: float | Float[Array, "..."] | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    softcap: float | Float[Array, ""] | None = None,
+    remap: Branch | Sequence[Branch] = (),
+    decay: Float[Array, "size"] | None = None,
+    q_positions: Positions | None = None,
+    kv_positions: Positions | None = None,
+    implementation: str | None = None,
+    placement: Placement | Partition | None = None,
+    return_residuals: bool = False,
+) -> Float[Array, "batch queries heads value_size"] | tuple[Array, Array]:
+    """Softmax attention with any relative bias and any mask.
+
+        z_h(i, j) = scale <q_i, k_j> + bias_h(p_i, p_j)
+        z = softcap * tanh(z / softcap),  z = -inf where the mask forbids
+        o_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink_h))
+
+    Every backend uses this order. A query that may see no key gives exactly 0, with zero gradients. Logits and
+    statistics are at least float32. Tokens with a negative id in ``masks.Segments`` are padding and may hold NaN
+    (unless the mask has ``finite=True``): they affect no output and no gradient.
+
+    Args:
+        q: queries.
+        k: keys; ``heads`` must be a multiple of ``kv_heads``, query head ``n`` uses key head
+            ``n // (heads // kv_heads)``.
+        v: values; their size may differ from that of the keys.
+        bias: a bound ``bias.Bias``, the spec of one without parameters (``bias.ALiBi()``), or an array that broadcasts
+            to ``[batch, heads, queries, keys]``. Its parameters, or the array, get gradients.
+        mask: a ``masks.Mask``, or a boolean array that broadcasts to ``[batch, heads, queries, keys]``, true where a
+            query may see a key; without a mask every query sees every key. Masks and arrays can be combined:
+            ``Causal() & array``.
+        scale: factor of the queries, a number or an array that broadcasts to ``[batch, queries, heads]``;
+            ``1 / sqrt(size)`` when left out.
+        sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
+        softcap: bound of the logits (Gemma 2), or None; a scalar array, which may be learned.
+        remap: ``posjax.remap.Branch`` or several: other queries and keys, used for the pairs of tokens in their masks
+            (ReRoPE). ``scale`` multiplies these queries too.
+        decay: rates ``a >= 0`` of xPos, ``[size]``: the score becomes ``sum_c q_c k_c exp(-a_c (i - j))``. It does not
+            overflow at any length if no query sees a key ahead of it and no tile spans more than about ``40 / max(a)``
+            positions (16,000 in xPos; ``"dense"`` has one tile). The rates get no gradient. Negative rates raise
+            ValueError; traced ones count as 0.
+        q_positions: ``Range``, int32 ``[queries]`` or ``[batch, queries]``; ``0, 1, 2, ...`` when left out. Without
+            them ValueError is raised if queries and keys differ in number and the call depends on positions.
+        kv_positions: the same for the keys; ``0, 1, 2, ...`` when left out.
+        implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) support every call on every
+            platform; ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, for example without bias) support
+            some calls. None: ``"dense"`` for few logits (at most 2^21 over batch and heads, and 512 x 512 of a head),
+            otherwise the kernel of the platform the program is lowered for, or ``"blockwise"`` if there is none or it
+            does not support the call. The logger ``"posjax"`` reports the choice and the reason, at debug level. The
+            choice is made when the program is lowered, also for several platforms at once (``jax.export``). A symbolic
+            batch counts as large.
+        placement: how the call is split over a mesh. Outside ``shard_map``: how the queries are split over the Auto
+            axes of a mesh, as a ``NamedSharding``, or a ``PartitionSpec`` for the mesh in use or the mesh of the
+            arrays, with the axes of the batch first and those of the heads third. Attention then runs on every device
+            inside ``jax.shard_map``. Without a placement the compiler splits everything except the kernels. Explicit
+            axes need none: the types of ``q``, ``k`` and ``v`` contain it. Key heads are repeated if the axis of the
+            heads does not divide their number. Inside ``shard_map``: the ``sharded.Placement`` of
+            ``sharded.attend_on_mesh``, which may also split the sequence. Arguments with an axis of tokens then hold
+            the tokens of this device, in the order of ``placement.layout``; a ``Range`` of positions is over the
+            whole sequence, with a known start; ``sinks``, and the head axes of mask, bias and scale, are those of all
+            heads of the model (bias and scale may be those of this device's heads).
+        return_residuals: also return the log-sum-exp of every query, sinks included, float32
+            ``[batch, queries, heads]``; for a query that sees no key it is the sink, or minus infinity without one. Its
+            gradient is exact, so parts of a longer sequence can be merged; give the sinks to one part only. It is
+            rounded: under an additive mask of -1e9 it is -1e9 for any number of keys, so parts that are merged by it
+            get equal weights there.
+
+    Returns:
+        The output in the dtype of ``v``, or the pair of output and log-sum-exp.
+
+    Raises:
+        ValueError: for shapes that do not fit, naming the argument; for a bias that grows without bound for keys ahead
+            (one-sided ALiBi) if a query is known to see one; for a backend that does not support the call, with the
+            reason; for a split that is not possible, with the reason.
     """
-    if bias is not None:
-        bias.check(q.shape[0], q.shape[1], k.shape[1])
-    _check_remap(remap, decay, q, k)
+    arguments = {"bias": bias, "mask": mask, "scale": scale, "softcap": softcap, "remap": remap, "decay": decay}
+    arguments |= {"q_positions": q_positions, "kv_positions": kv_positions}
+    if not isinstance(placement, Placement):
+        check_shapes(q, k, v)
+        split = split_of(q, k, v, placement)
+        if split is not None:
+            options = {"sinks": sinks, "implementation": implementation, "return_residuals": return_residuals}
+            return _over_mesh(*split, q, k, v, **arguments, **options)
+        placement = Placement()
+    call = call_of(q, k, v, placement=placement, **arguments)
+    sinks = sinks_of(placement, sinks, q.shape[2])
+    rows = spread(placement, call, implementation, with_lse=return_residuals or sinks is not None)
+    return finished(rows, sinks, return_residuals)
+
+
+def _over_mesh(mesh, placement: Placement, q, k, v, *, bias, mask, scale, remap, sinks, **options):
+    """Attention on every device, for its own batch rows and heads."""
+    check_scale(scale)
+    mask = None if mask is None else as_mask(mask)
+    remap = branches(remap)
     check_masks(q, k, mask, *(branch.mask for branch in remap))
-    kv_heads = k.shape[2]
-    q, k, v = without_padding(mask, q, k, v)
-    remap = tuple(Branch(*without_padding(mask, b.q, b.k), b.mask) for b in remap)
-    x = Operands(
-        q=grouped(q, kv_heads),
-        k=jnp.moveaxis(k, 1, 2),
-        v=jnp.moveaxis(v, 1, 2),
-        bias=without_padded_gates(mask, bias),
-        mask=mask,
-        q_positions=positions[0],
-        kv_positions=positions[1],
-        remap=tuple(RemappedPair(grouped(b.q, kv_heads), jnp.moveaxis(b.k, 1, 2), b.mask) for b in remap),
-        decay=rates(decay, statistics_dtype(q)),
-        softcap=checked_softcap(softcap, q),
-    )
-    return checked(x)
+    options |= {"bias": bind_bias(bias, q.shape[2]), "mask": mask, "scale": _with_three_axes(scale)}
+    options |= {"sinks": sinks_of(Placement(), sinks, q.shape[2]), "masks": tuple(branch.mask for branch in remap)}
+
+    def inside(q, k, v, *pairs, masks, **others):
+        branches = zip(pairs[::2], pairs[1::2], masks, strict=True)
+        return attention(q, k, v, remap=[Branch(*branch) for branch in branches], **others)
+
+    projected = [q, k, v, *(x for branch in remap for x in (branch.q, branch.k))]
+    return over_mesh(mesh, placement, inside, projected, None, options)
+
+
+def _with_three_axes(scale):
+    """An array of factors as ``[batch or 1, queries or 1, heads or 1]``; a number or None unchanged."""
+    if scale is None or jnp.ndim(scale) in (0, 3):
+        return scale
+    return jnp.reshape(scale, (1,) * (3 - jnp.ndim(scale)) + jnp.shape(scale))
 
 
 def finished(rows: Rows, sinks, return_residuals: bool):
@@ -78,214 +176,50 @@ def finished(rows: Rows, sinks, return_residuals: bool):
     return (out, lse) if return_residuals else out
 
 
-def check_shapes(q, k, v) -> None:
-    """Raises ValueError unless queries, keys and values fit together."""
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        check_heads(name, array)
-    check(q.shape[0] == k.shape[0], f"k must have the batch of q, {q.shape[0]}, found shape {k.shape}")
-    check(k.shape[:3] == v.shape[:3], f"v must have the batch, length and heads of k, {k.shape[:3]}, found {v.shape}")
-    check(q.shape[3] == k.shape[3], f"k must have the head size of q, {q.shape[3]}, found shape {k.shape}")
-    check(
-        q.shape[2] % k.shape[2] == 0,
-        f"the heads of q must be a multiple of those of k, found {q.shape[2]} and {k.shape[2]}",
-    )
-
-
-def _check_remap(remap: tuple[Branch, ...], decay, q, k) -> None:
-    for branch in remap:
-        found, wanted = (branch.q.shape, branch.k.shape), (q.shape, k.shape)
-        check(found == wanted, f"remap: queries and keys must have the shapes of q and k, {wanted}, found {found}")
-    if decay is not None:
-        check_array("decay", decay)
-        found = decay.shape
-        check(found == q.shape[-1:], f"decay must have shape {q.shape[-1:]}, one rate per feature, found {found}")
-        check(
-            not remap, "decay: the decay of xPos reads true distances, which remapped branches replace; leave one out"
-        )
-
-
-def check_aligned(q, k, q_positions: Positions | None, reads_positions: bool) -> None:
-    """Raises ValueError if queries and keys differ in number, positions matter, and ``q_positions`` is not given.
-
-    The queries may be the last tokens (with a cache) or the first ones, and nothing in the call tells which.
-    """
-    queries, keys = q.shape[1], k.shape[1]
-    fewer = queries < keys
-    which_tokens, start = ("are the last of all tokens", f"{keys} - {queries}") if fewer else ("start at 0", "0")
-    check(
-        q_positions is not None or queries == keys or not reads_positions,
-        f"q_positions must be given for {queries} queries and {keys} keys if positions matter; for queries that "
-        f"{which_tokens} write q_positions=Range({start}, {queries}), with posjax.positions.Range",
-    )
-
-
-def reads_positions(bias: Bias | None, mask: Mask | None, remap, decay) -> bool:
-    """Whether a call depends on positions."""
-    read = any(slot.reads_positions for slot in (bias, mask) if slot is not None)
-    return read or bool(remap) or decay is not None
-
-
-def needs_ranges(x: Operands) -> bool:
-    """Whether a call needs positions that are ranges or is faster with them: with decay, or with a bias by distance."""
-    return x.decay is not None or entry.needs_ranges(x)
-
-
-def grouped_scale(scale, q, kv_heads: int):
-    """The scale as a number, or as an array of factors that broadcasts against grouped queries."""
-    if scale is None or is_number(scale):
-        return q.shape[-1] ** -0.5 if scale is None else float(scale)
-    scale = widened_leaves(scale)
-    if jnp.ndim(scale) == 0:
-        return scale
-    sizes = zip(reversed(scale.shape), reversed(q.shape[:3]), strict=False)
-    fits = scale.ndim <= 3 and all(size in (1, wanted) for size, wanted in sizes)
-    check(fits, f"scale must broadcast to [batch, queries, heads] = {q.shape[:3]}, found {scale.shape}")
-    return grouped(jnp.broadcast_to(scale, q.shape[:3])[..., None], kv_heads)
-
-
-def bind_bias(bias, heads: int) -> Bias | None:
-    """A bound bias for ``heads`` heads, from a bound one, an array, or a spec without parameters."""
-    if bias is None:
-        return None
-    if isinstance(bias, jax.Array | np.ndarray):
-        bias = array_bias(bias)
-    if not isinstance(bias, Bias):
-        is_spec, found = hasattr(bias, "bind") and not isinstance(bias, type), type(bias).__name__
-        found = f"{shown(bias)}: write {bias.__name__}(...)" if isinstance(bias, type) else found
-        check(is_spec, f"bias must be a posjax bias, the spec of one, or an array, found {found}")
-        bound = bias.bind(num_heads=heads)
-        found = type(bound).__name__
-        check(isinstance(bound, Bias), f"bias: {type(bias).__name__}.bind must return a Bias, found {found}")
-        return bound
-    if not isinstance(bias, ContextualBias):
-        found = heads_of(bias)
-        fits = found in (None, heads)
-        check(fits, f"bias is bound for {found} heads, but q has {heads}")
-    return widened_leaves(bias)
-
-
-def run(implementation: str | None, x: Operands, scale, with_lse: bool) -> Rows:
-    """The results for each query; all but the output may be None if the log-sum-exp is not wanted.
-
-    Args:
-        implementation: as in ``attention``.
-        x: the operands, their queries not scaled yet.
-        scale: factor of the queries.
-        with_lse: whether the log-sum-exp is wanted.
-    """
-    small, contextual = _is_small(x), isinstance(x.bias, ContextualBias)
-    if implementation is None and not (small or contextual):
-        return _run_on_platform(x, scale, with_lse)
-    implementation = implementation or ("dense" if small else "blockwise")
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    if implementation == "cudnn":
-        return _run_on_cudnn(x, scale, with_lse)
-    if implementation == "tpu":
-        return _run_on_tpu(x, scale)
-    if contextual:
-        return CONTEXTUAL[implementation](*vary_alike((scaled(x, scale), x.q)))
-    if implementation == "dense":
-        return BACKENDS["dense"].forward(x, scale)
-    return attend(Backends(BACKENDS["blockwise"]), *vary_alike((x, scale)))
-
-
-def parts_by(implementation: str | None, x: Operands) -> Backends:
-    """The backends for calls like ``x`` over part of the keys of a sequence.
-
-    Raises ValueError for a backend that does not support such calls, which need the log-sum-exp.
-    """
-    if implementation is None and not _is_small(x):
-        return Backends(BACKENDS["blockwise"], () if _tpu_refusal(x) else (("tpu", TPU()),))
-    implementation = implementation or "dense"
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    if implementation == "cudnn":
-        check((why := cudnn.refusal(x, True)) is None, f"implementation='cudnn': {why}")
-    if implementation == "tpu":
-        check((why := _tpu_refusal(x)) is None, f"implementation='tpu': {why}")
-        return Backends(BACKENDS["blockwise"], tuple((platform, TPU()) for platform in PLATFORMS))
-    return Backends(BACKENDS[implementation])
-
-
-def _is_small(x: Operands) -> bool:
-    """Whether all logits fit in one tile of ``blockwise``, so that ``dense`` needs no more memory.
-
-    False for more than ``_LONGEST_DENSE`` pairs of a head, and for a symbolic batch.
-    """
-    batch, kv_heads, group, queries, _ = x.q.shape
-    pairs = queries * x.k.shape[2]
-    known = isinstance(batch, int)
-    return known and pairs <= _LONGEST_DENSE and batch * kv_heads * group * pairs <= TILE_ELEMENTS
-
-
-def _run_on_platform(x: Operands, scale, with_lse: bool) -> Rows:
-    """The kernel of the platform that the program is lowered for, if it supports the call, otherwise ``blockwise``."""
-    why = {"tpu": _tpu_refusal(x), "cuda": _cudnn_refusal(x, with_lse)}
-    for platform, reason in why.items():
-        choice = "its own kernel" if reason is None else f"'blockwise', because {reason}"
-        _log.debug("attention on %s: %s", platform, choice)
-    _warn_of_mesh(x, why["tpu"])
-    kernels = () if why["tpu"] else (("tpu", TPU()),)
-
-    def usual() -> Rows:
-        rows = attend(Backends(BACKENDS["blockwise"], kernels), *vary_alike((x, scale)))
-        return rows if with_lse else Rows(rows.out)
-
-    if why["cuda"]:
-        return usual()
-    return jax.lax.platform_dependent(default=usual, cuda=lambda: Rows(cudnn.cudnn(scaled(x, scale))))
-
-
-def _run_on_tpu(x: Operands, scale) -> Rows:
-    backends = parts_by("tpu", x)
-    x, scale = vary_alike((x, scale))
-    try:
-        # An interpreted kernel has side effects. JAX must know them when it traces, so the kernel is traced here.
-        if jax.make_jaxpr(lambda: TPU().forward(x, scale))().effects:
-            return attend_here(TPU(), x, scale)
-        return attend(backends, x, scale)
-    except (ValueError, NotImplementedError) as error:
-        # When tracing, the platform is not known yet; without a TPU, jax raises later, when it lowers the program.
-        if isinstance(x.q, jax.core.Tracer) or jax.default_backend() == "tpu":
-            raise
-        raise ValueError("implementation='tpu': found no TPU; use 'blockwise', or None to choose") from error
-
-
-def _run_on_cudnn(x: Operands, scale, with_lse: bool) -> Rows:
-    why = cudnn.refusal(x, with_lse) or cudnn.unsupported(x)
-    check(why is None, f"implementation='cudnn': {why}")
-    return Rows(cudnn.cudnn(scaled(x, scale)))
-
-
-def _tpu_refusal(x: Operands) -> str | None:
-    if axes := split_by_compiler(x.q, x.k, x.v):
-        return (
-            f"the compiler does not split a TPU kernel over mesh axes {axes}; pass partition=, the partition of the "
-            "queries, for instance jax.sharding.PartitionSpec('data', None, 'tensor'), or placement of a DecoderConfig"
-        )
-    if jax.config.jax_enable_x64:
-        return "with jax_enable_x64 the integers of a kernel would have 64 bits, which a TPU does not support"
-    return entry.refusal(x)
-
-
-def _warn_of_mesh(x: Operands, why: str | None) -> None:
-    """Warns, on a mesh of TPUs, if the missing partition is the only reason why the kernel is not used."""
-    device = mesh_of_types(x.q, x.k, x.v).abstract_device
-    split = split_by_compiler(x.q, x.k, x.v)
-    if device is not None and device.platform == "tpu" and split and entry.refusal(x) is None:
-        warnings.warn(f"attention runs without its TPU kernel: {why}", stacklevel=2)
-
-
-def _cudnn_refusal(x: Operands, with_lse: bool) -> str | None:
-    """Why cuDNN is not the default for a call, or None; a host without a suitable GPU is a reason too."""
-    if why := cudnn.refusal(x, with_lse):
-        return why
-    # The GPU is checked first, so that cuDNN is not traced on a host without one.
-    return cudnn.unsupported(x) if cudnn.has_gpu() else "this host has no GPU that it runs on"
-
-
 def _with_sinks(out, lse, rest, sinks):
     """``o exp(L - L')`` and ``L' = log(exp(L) + exp(sink))``: a sink has no value, so it only rescales."""
     sinks = jnp.broadcast_to(sinks.astype(lse.dtype)[None, None], lse.shape)
-    found = merged(Rows(out, lse, rest), Rows(jnp.zeros_like(out), sinks, jnp.zeros_like(sinks)))
+    with_sink = merged(Rows(out, lse, rest), Rows(jnp.zeros_like(out), sinks, jnp.zeros_like(sinks)))
     # By ``where``, so that a NaN in the gradient of a query that sees no key does not reach the sinks.
-    return jnp.where(jnp.isneginf(lse)[..., None], 0, found.out).astype(out.dtype), found.lse
+    return jnp.where(jnp.isneginf(lse)[..., None], 0, with_sink.out).astype(out.dtype), with_sink.lse
+
+
+def coca_attention(
+    q: Float[Array, "batch queries heads size"],
+    t: Float[Array, "batch keys kv_heads half"],
+    v: Float[Array, "batch keys kv_heads value_size"],
+    *,
+    table: RotaryTable,
+    kv_table: RotaryTable | None = None,
+    variant: coca.Variant = "strict",
+    pairing: coca.Pairing = "half",
+    **options,
+) -> Float[Array, "batch queries heads value_size"] | tuple[Array, Array]:
+    """Softmax attention over CoCA scores (Zhu et al., arXiv 2309.08646), at the cost of ordinary attention.
+
+        z_h(i, j) = scale phi(q_i, p_i) . psi(t_j, p_j) + bias_h(p_i, p_j)
+
+    with the features of ``posjax.coca.features`` and ``scale = 1 / sqrt(d)`` by default, where ``d`` is twice the width
+    of ``t``. There is no mask unless one is given.
+
+    Args:
+        q: queries before rotation, ``d`` wide (``d / 2`` for ``"tied"``).
+        t: key projection, ``d / 2`` wide, raw or from ``posjax.coca.half_width``; may have fewer heads.
+        v: values, any width.
+        table: rotation of the whole head at the positions of the queries, as ``posjax.rotary_table`` makes it.
+        kv_table: the same for the keys; ``table`` if absent.
+        variant: ``"strict"``, ``"tied"``, ``"slack"`` (what the released code computes) or ``"relative"``.
+        pairing: which channels of ``q`` form a plane.
+        options: those of ``posjax.attention``: ``bias``, ``mask``, ``scale``, ``sinks``, ``softcap``, ``q_positions``,
+            ``kv_positions`` (for bias and mask; the rotation is in the tables), ``implementation``,
+            ``return_residuals``.
+
+    Returns:
+        As ``posjax.attention``: ``[batch, queries, heads, value_size]`` in the dtype of ``v``.
+
+    Raises:
+        ValueError: as ``posjax.coca.features`` and ``posjax.attention`` do.
+    """
+    q, t, v = without_padding(options.get("mask"), q, t, v)
+    phi, psi = coca.features(q, t, table, kv_table=kv_table, variant=variant, pairing=pairing)
+    return attention(phi, psi, v, **options)

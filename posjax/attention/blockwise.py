@@ -23,9 +23,8 @@ import jax.numpy as jnp
 from posjax._axes import names_of, narrowed, sizes_of
 from posjax._numbers import at_least_float32, is_array_number
 from posjax._slots import with_head_axis
-from posjax.attention.online import OnlineSoftmax
-from posjax.attention.operands import (
-    Operands,
+from posjax.attention.call import Call
+from posjax.attention.logits import (
     capped,
     decay_factors,
     decayed,
@@ -38,9 +37,9 @@ from posjax.attention.operands import (
     statistics_dtype,
     with_bias,
 )
-from posjax.attention.padding import lengthened_rows, pad
+from posjax.attention.online import OnlineSoftmax
 from posjax.attention.rows import PerQuery, Rows
-from posjax.attention.tiles import Blocks, Kind, Visits, plan_tiles, visits
+from posjax.attention.tiles import Blocks, Kind, Visits, lengthened_rows, pad, plan_tiles, visits
 from posjax.positions import Range, as_array
 
 TILE_ELEMENTS = 2**21
@@ -48,26 +47,28 @@ TILE_ELEMENTS = 2**21
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
 
 
-def blockwise(x: Operands, blocks: Blocks | None = None) -> Rows:
+def blockwise(x: Call, blocks: Blocks | None = None) -> Rows:
     """The same function as ``dense`` in memory linear in the length.
 
     Batch rows that are computed together visit the same tiles: every tile that any of these rows needs. Therefore, if
     masks or positions differ between rows, long rows are computed a few at a time, and the longest ones one at a time.
 
     Args:
-        x: the operands.
+        x: the call.
         blocks: tile sizes; chosen from the shapes when left out.
     """
-    rows, size = x.q.shape[0], _rows_of_a_plan(x)
+    rows = x.q.shape[0]
+    size = _rows_of_a_plan(x)
     if size == rows:
         return _one_plan(x, blocks)
     found = jax.lax.map(lambda start: _one_plan(narrowed(x, batch=(start, size)), blocks), jnp.arange(0, rows, size))
     return Rows(*(array.reshape(rows, *array.shape[2:]) for array in found))
 
 
-def blockwise_gradients(x: Operands, per_query: PerQuery, blocks: Blocks | None = None) -> Operands:
+def blockwise_gradients(x: Call, per_query: PerQuery, blocks: Blocks | None = None) -> Call:
     """``dense_gradients`` in memory linear in the length."""
-    rows, size = x.q.shape[0], _rows_of_a_plan(x)
+    rows = x.q.shape[0]
+    size = _rows_of_a_plan(x)
     if size == rows:
         return _gradients_of_one_plan(x, per_query, blocks)
     zeros, rebuild = _inexact_leaves(jax.tree.map(no_gradient, x))
@@ -89,19 +90,19 @@ def _put(whole, part, start, axis: int | None):
     return whole + part if axis is None else jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis)
 
 
-def _differ(x: Operands) -> bool:
+def _differ(x: Call) -> bool:
     """Whether masks or positions differ between the rows of the batch."""
     masks_differ = any(size != 1 for size in sizes_of(x.masks, "batch"))
     return masks_differ or any(not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions))
 
 
-def _rows_of_a_plan(x: Operands) -> int:
+def _rows_of_a_plan(x: Call) -> int:
     """How many batch rows share a plan of tiles: all of them if they do not differ."""
     rows = x.q.shape[0]
     return _rows_at_once(x) if isinstance(rows, int) and rows and _differ(x) else rows
 
 
-def _rows_at_once(x: Operands) -> int:
+def _rows_at_once(x: Call) -> int:
     """How many batch rows share tiles: the largest divisor of their number that keeps tiles small.
 
     A tile has at most ``TILE_ELEMENTS`` logits. Its side is a quarter of the keys, but between 64 and 512 tokens.
@@ -112,18 +113,19 @@ def _rows_at_once(x: Operands) -> int:
     return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
 
 
-def _one_plan(x: Operands, blocks: Blocks | None) -> Rows:
-    queries, blocks = x.q.shape[3], blocks or _choose_blocks(x)
+def _one_plan(x: Call, blocks: Blocks | None) -> Rows:
+    queries = x.q.shape[3]
+    blocks = blocks or _choose_blocks(x)
     return Rows(*(array[:, :, :, :queries] for array in _forward(blocks, pad(x, blocks.q, blocks.k))))
 
 
-def _gradients_of_one_plan(x: Operands, per_query: PerQuery, blocks: Blocks | None) -> Operands:
+def _gradients_of_one_plan(x: Call, per_query: PerQuery, blocks: Blocks | None) -> Call:
     blocks = blocks or _choose_blocks(x)
     padded, transpose = jax.vjp(lambda x: pad(x, blocks.q, blocks.k), x)
     return transpose(_gradients(blocks, padded, lengthened_rows(per_query, padded.q.shape[3])))[0]
 
 
-def _choose_blocks(x: Operands) -> Blocks:
+def _choose_blocks(x: Call) -> Blocks:
     """Square tiles of at most ``TILE_ELEMENTS`` logits over batch and heads, so that a tile stays in cache.
 
     With fewer queries than a block, a tile has more keys, as long as neither its logits nor the numbers in its keys
@@ -131,7 +133,8 @@ def _choose_blocks(x: Operands) -> Blocks:
     """
     batch, kv_heads, group, queries, features = x.q.shape
     kv_heads *= batch if isinstance(batch, int) else 1
-    heads, keys = kv_heads * group, x.k.shape[2]
+    heads = kv_heads * group
+    keys = x.k.shape[2]
     block = _LARGEST_BLOCK
     while block > _SMALLEST_BLOCK and heads * block * block > TILE_ELEMENTS:
         block //= 2
@@ -151,7 +154,8 @@ def _visits(grid, kinds: tuple[Kind, ...]) -> Visits:
 
 def _visit(tiles: Visits, kinds: tuple[Kind, ...], block, tile, carry):
     """Folds ``tile(kind, other_block, carry)`` over the tiles listed for ``block``."""
-    order, start = tiles.order[block], 0
+    order = tiles.order[block]
+    start = 0
     for n, kind in enumerate(kinds):
         end = tiles.ends[block, n]
         carry = jax.lax.fori_loop(start, end, lambda m, c, kind=kind: tile(kind, order[m], c), carry)
@@ -167,14 +171,14 @@ def _add_slice(x, update, block, size: int, axis: int):
     return jax.lax.dynamic_update_slice_in_dim(x, _slice(x, block, size, axis) + update, block * size, axis)
 
 
-def _tile(x: Operands, blocks: Blocks, i, j) -> Operands:
+def _tile(x: Call, blocks: Blocks, i, j) -> Call:
     """The operands of the tile of query block ``i`` and key block ``j``."""
     part = narrowed(x, queries=(i * blocks.q, blocks.q), keys=(j * blocks.k, blocks.k))
     q_positions, kv_positions = (with_head_axis(as_array(p)) for p in (part.q_positions, part.kv_positions))
     return dataclasses.replace(part, q_positions=q_positions, kv_positions=kv_positions)
 
 
-def _decayed(tile: Operands) -> tuple[Operands, tuple]:
+def _decayed(tile: Call) -> tuple[Call, tuple]:
     """The tile with the decay multiplied into its queries and keys, and the factors."""
     if tile.decay is None:
         return tile, (None, None)
@@ -183,7 +187,7 @@ def _decayed(tile: Operands) -> tuple[Operands, tuple]:
     return dataclasses.replace(tile, q=q, k=k), factors
 
 
-def _pair_masks(tile: Operands, kind: Kind) -> list:
+def _pair_masks(tile: Call, kind: Kind) -> list:
     """For each pair of features of the kind, the mask of the scores that the pair computes; None for all scores."""
     if len(kind.pairs) == 1:
         return [None]
@@ -194,7 +198,7 @@ def _pair_masks(tile: Operands, kind: Kind) -> list:
     return [~reduce(jnp.logical_or, remap), *remap]
 
 
-def _tile_scores(tile: Operands, kind: Kind, masks: list):
+def _tile_scores(tile: Call, kind: Kind, masks: list):
     """Scores of a tile, each from the pair of features that computes it."""
     found = [scores(*tile.pairs[n]) for n in kind.pairs]
     return reduce(
@@ -202,7 +206,7 @@ def _tile_scores(tile: Operands, kind: Kind, masks: list):
     )
 
 
-def _finish(tile: Operands, kind: Kind, logits):
+def _finish(tile: Call, kind: Kind, logits):
     """The logits with the mask, if the tile needs it."""
     if kind.masked and tile.mask is not None:
         allowed = group_mask(tile.mask.allowed(tile.q_positions, tile.kv_positions), *tile.q.shape[1:3])
@@ -210,14 +214,14 @@ def _finish(tile: Operands, kind: Kind, logits):
     return logits
 
 
-def _tile_logits(tile: Operands, kind: Kind):
+def _tile_logits(tile: Call, kind: Kind):
     """Logits of a tile, in the order of every backend: bias, soft cap, mask."""
     found = _tile_scores(tile, kind, _pair_masks(tile, kind))
     biased = with_bias(tile.bias, found, tile.q_positions, tile.kv_positions)
     return _finish(tile, kind, capped(tile.softcap, biased))
 
 
-def _forward(blocks: Blocks, x: Operands) -> Rows:
+def _forward(blocks: Blocks, x: Call) -> Rows:
     kinds, (grid,) = plan_tiles(x, blocks, together=True)
     tiles = _visits(grid, kinds)
     *batch, length, _ = x.q.shape
@@ -248,7 +252,7 @@ class _TileGradients(NamedTuple):
 
 
 def _backward_tile(
-    x: Operands, blocks: Blocks, per_query: PerQuery, j, kind: Kind, i, found: _TileGradients
+    x: Call, blocks: Blocks, per_query: PerQuery, j, kind: Kind, i, found: _TileGradients
 ) -> _TileGradients:
     """The gradients ``found`` plus the contribution of the tile of query block ``i`` and key block ``j``."""
     dtype = statistics_dtype(x.q)
@@ -266,13 +270,14 @@ def _backward_tile(
         d = d_scores if mask is None else jnp.where(mask, d_scores, 0)
         more_q, more_k = mix(d, k, dtype), mix_transposed(q, d, dtype)
         if x.decay is not None:
-            more_q, more_k = decayed(more_q, factors[0]), decayed(more_k, jnp.swapaxes(factors[1], -1, -2))
+            more_q = decayed(more_q, factors[0])
+            more_k = decayed(more_k, jnp.swapaxes(factors[1], -1, -2))
         d_q[n], d_k[n] = _add_slice(d_q[n], more_q, i, blocks.q, 3), d_k[n] + more_k
     d_v = found.v + mix_transposed(rows.d_out, weights, dtype)
     return _TileGradients(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
 
 
-def _gradients(blocks: Blocks, x: Operands, per_query: PerQuery) -> Operands:
+def _gradients(blocks: Blocks, x: Call, per_query: PerQuery) -> Call:
     dtype = statistics_dtype(x.q)
     kinds, (grid,) = plan_tiles(x, blocks, together=True)
     tiles = _visits(grid.T, kinds)
@@ -309,12 +314,12 @@ def _inexact_leaves(tree):
     return [leaf for w, leaf in zip(which, leaves, strict=True) if w], rebuild
 
 
-def _learned(x: Operands) -> tuple:
+def _learned(x: Call) -> tuple:
     """The inputs of the logits, besides scores, that may be learned: the bias, and the soft cap if it is an array."""
     return x.bias, x.softcap if is_array_number(x.softcap) else None
 
 
-def _transpose(part: Operands, tile_scores):
+def _transpose(part: Call, tile_scores):
     """Logits of a tile with bias and soft cap, and the function from their gradients to those of the inputs.
 
     The inputs are the scores and ``_learned``.
@@ -331,7 +336,7 @@ def _transpose(part: Operands, tile_scores):
     return jax.vjp(logits, tile_scores, leaves)
 
 
-def _add_learned(x: Operands, blocks: Blocks, i, j, found: list, more: list) -> list:
+def _add_learned(x: Call, blocks: Blocks, i, j, found: list, more: list) -> list:
     """The gradients of ``_learned`` plus those of a tile, which are added at the indices of the tile."""
     first = {"queries": i * blocks.q, "keys": j * blocks.k}
     learned = _learned(x)
@@ -350,7 +355,7 @@ def _added(whole, part, first: list):
     return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice(whole, first, part.shape) + part, first)
 
 
-def _cotangent(x: Operands, found: _TileGradients) -> Operands:
+def _cotangent(x: Call, found: _TileGradients) -> Call:
     """Gradients in the form of the operands, with ``float0`` zeros for leaves that are not differentiable."""
     zeros = jax.tree.map(no_gradient, x)
     leaves, rebuild = _inexact_leaves(_learned(zeros))

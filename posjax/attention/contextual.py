@@ -20,10 +20,11 @@ from posjax._axes import narrowed
 from posjax._checks import check, check_count
 from posjax._shapes import in_blocks, joined
 from posjax._slots import with_head_axis
+from posjax.attention.call import Call
+from posjax.attention.logits import capped, group_mask, like_zeros, scores, statistics_dtype
 from posjax.attention.online import OnlineSoftmax
-from posjax.attention.operands import Operands, capped, group_mask, like_zeros, scores, statistics_dtype
-from posjax.attention.padding import lengthen, pad
 from posjax.attention.rows import Rows
+from posjax.attention.tiles import pad
 from posjax.bias import ContextualBias
 from posjax.positions import as_array
 
@@ -45,12 +46,13 @@ class _Keys(NamedTuple):
     allowed: Bool[Array, "*#b q k"]
 
 
-def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries size"]) -> Rows:
+def dense_contextual(x: Call) -> Rows:
     """``softmax(softcap(z + interpolate(q . table, p)) where allowed) v`` with the whole matrix of logits.
 
+    Gates read the scaled scores ``z``; the product with the table has the queries before the scale.
+
     Args:
-        x: the operands; their bias is a ``ContextualBias``. Their ``q`` is scaled: gates read the scaled scores ``z``.
-        q: the queries before the scale, grouped in the same way, for the product with the table.
+        x: the call; its bias is a ``ContextualBias``.
 
     Returns:
         ``Rows``, as from ``posjax.attention.dense.dense``. For a query that may see no key the output is
@@ -59,30 +61,29 @@ def dense_contextual(x: Operands, q: Float[Array, "batch kv_heads group queries 
     Raises:
         ValueError: for another bias, a table of another head size, or several pairs of features.
     """
-    _check(x, q)
+    _check(x)
+    q, x = x.q, x.scaled
     blocks = x.q.shape[3], x.k.shape[2]
     keys = _Keys(x.k, x.v, _allowed(x, 0, 0, blocks))
     return _tile(x, x.q, x.bias.levels(q), _start(x.q, x.v), keys).softmax.finished(x.v.dtype)
 
 
-def blockwise_contextual(
-    x: Operands, q: Float[Array, "batch kv_heads group queries size"], block: int = _BLOCK
-) -> Rows:
+def blockwise_contextual(x: Call, block: int = _BLOCK) -> Rows:
     """The same function as ``dense_contextual`` in memory linear in the length, forward and backward.
 
     Args:
-        x: the operands.
-        q: the queries before the scale.
+        x: the call.
         block: tokens of a tile along each side.
 
     Raises:
         ValueError: as ``dense_contextual``, and for an empty block.
     """
-    _check(x, q)
+    _check(x)
     check_count("block", block)
-    queries, blocks = x.q.shape[3], (min(block, x.q.shape[3]), min(block, x.k.shape[2]))
+    queries = x.q.shape[3]
+    blocks = (min(block, x.q.shape[3]), min(block, x.k.shape[2]))
     x = pad(x, *blocks)
-    q = lengthen(q, x.q.shape[3] - queries, axis=3)
+    q, x = x.q, x.scaled
     k, v = in_blocks(x.k, 2, blocks[1]), in_blocks(x.v, 2, blocks[1])
 
     def rows(part):
@@ -103,15 +104,16 @@ def blockwise_contextual(
     return Rows(*(joined(array, 3)[:, :, :, :queries] for array in results))
 
 
-def _check(x: Operands, q: Array) -> None:
+def _check(x: Call) -> None:
     check(isinstance(x.bias, ContextualBias), f"bias must be a ContextualBias, found {type(x.bias).__name__}")
-    found = x.bias.table.shape
-    check(found[1] == q.shape[-1], f"table must have the head size of q, {q.shape[-1]}, found shape {found}")
+    shape = x.bias.table.shape
+    size = x.q.shape[-1]
+    check(shape[1] == size, f"table must have the head size of q, {size}, found shape {shape}")
     single = not x.remap and x.decay is None
     check(single, "a contextual bias counts along one score: it supports no remapped branches and no decaying features")
 
 
-def _allowed(x: Operands, i, j, blocks: tuple[int, int]) -> Bool[Array, "*#b q k"]:
+def _allowed(x: Call, i, j, blocks: tuple[int, int]) -> Bool[Array, "*#b q k"]:
     """Allowed pairs of query block ``i`` and key block ``j``."""
     if x.mask is None:
         return jnp.ones(blocks, bool)
@@ -125,7 +127,7 @@ def _start(q: Array, v: Array) -> _Carry:
     return _Carry(like_zeros(shape, statistics_dtype(q), q), OnlineSoftmax.empty(shape, v.shape[-1], q))
 
 
-def _tile(x: Operands, q: Array, levels: Array, carry: _Carry, keys: _Keys) -> _Carry:
+def _tile(x: Call, q: Array, levels: Array, carry: _Carry, keys: _Keys) -> _Carry:
     """The carry after a tile: the count at its first key, and one step of the online softmax."""
     logits, count = x.bias.add(scores(q, keys.k), keys.allowed, levels, carry.count)
     logits = jnp.where(keys.allowed, capped(x.softcap, logits), -jnp.inf)

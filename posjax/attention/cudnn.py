@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from posjax.attention.operands import Operands
+from posjax.attention.call import Call
 from posjax.masks import And, Causal, Mask, Window, traced_sizes
 from posjax.positions import Range
 
@@ -12,7 +12,7 @@ _OLDEST = 8.0
 """Compute capability of the first devices with fused attention."""
 
 
-def cudnn(x: Operands) -> jax.Array:
+def cudnn(x: Call) -> jax.Array:
     """``softmax(q k^T where allowed) v``, without the log-sum-exp, because cuDNN gives no gradient for it."""
     batch, kv_heads, group, queries, size = x.q.shape
     window = _window(x.mask)
@@ -29,7 +29,7 @@ def cudnn(x: Operands) -> jax.Array:
     return jnp.moveaxis(out, 1, 2).reshape(x.q.shape)
 
 
-def refusal(x: Operands, with_lse: bool) -> str | None:
+def refusal(x: Call, with_lse: bool) -> str | None:
     """Why cuDNN does not compute this function, or None; ``with_lse`` if the log-sum-exp of the rows is wanted."""
     dtypes = sorted({str(a.dtype) for a in (x.q, x.k, x.v)})
     sizes = sorted({x.k.shape[-1], x.v.shape[-1]})
@@ -58,7 +58,7 @@ def refusal(x: Operands, with_lse: bool) -> str | None:
     return next((reason for holds, reason in reasons if holds), None)
 
 
-def unsupported(x: Operands) -> str | None:
+def unsupported(x: Call) -> str | None:
     """Why the cuDNN of this host, if any, does not support a call that ``refusal`` allows, or None."""
     try:
         jax.eval_shape(cudnn, x)
@@ -89,7 +89,7 @@ def _window(mask: Mask | None) -> int | None:
     return min(sizes, default=None)
 
 
-def _aligned(x: Operands) -> bool:
+def _aligned(x: Call) -> bool:
     """Whether query and key of the same index have the same position, known when tracing."""
     q, k = x.q_positions, x.kv_positions
     return isinstance(q, Range) and isinstance(k, Range) and q.is_static and q == k

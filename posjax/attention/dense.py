@@ -6,28 +6,19 @@ import jax
 import jax.numpy as jnp
 
 from posjax._slots import with_head_axis
-from posjax.attention.operands import (
-    Operands,
-    capped,
-    decay_factors,
-    decayed,
-    group_mask,
-    mix,
-    mix_transposed,
-    scores,
-    with_bias,
-)
+from posjax.attention.call import Call
+from posjax.attention.logits import capped, decay_factors, decayed, group_mask, mix, mix_transposed, scores, with_bias
 from posjax.attention.rows import PerQuery, Rows, finished, normalised
 from posjax.positions import as_array
 
 
-def dense(x: Operands) -> Rows:
+def dense(x: Call) -> Rows:
     """``softmax(softcap(q k^T + bias) where allowed) v``, and the log-sum-exp of every row.
 
     A query that may see no key gives exactly 0, with zero gradients, and a log-sum-exp of minus infinity.
 
     Args:
-        x: the operands.
+        x: the call.
 
     Returns:
         ``Rows``: the output in the dtype of ``v``, numbers of each query in float32 (float64 for float64 inputs).
@@ -40,7 +31,7 @@ def dense(x: Operands) -> Rows:
     return finished(mix(normalised(weights, total), x.v, logits.dtype), highest, total, x.v.dtype)
 
 
-def dense_gradients(x: Operands, per_query: PerQuery) -> Operands:
+def dense_gradients(x: Call, per_query: PerQuery) -> Call:
     """Gradients of all operands: ``P = exp(z - L)``, ``dz = P (dO V^T - D)``, ``dV = P^T dO``.
 
     If the keys are only part of a sequence, these are the gradients from this part.
@@ -52,7 +43,7 @@ def dense_gradients(x: Operands, per_query: PerQuery) -> Operands:
     return dataclasses.replace(found, v=d_v.astype(x.v.dtype))
 
 
-def _logits(x: Operands):
+def _logits(x: Call):
     positions = with_head_axis(as_array(x.q_positions)), with_head_axis(as_array(x.kv_positions))
     logits = capped(x.softcap, with_bias(x.bias, _scores(x, *positions), *positions))
     if x.mask is None:
@@ -60,7 +51,7 @@ def _logits(x: Operands):
     return jnp.where(group_mask(x.mask.allowed(*positions), *x.q.shape[1:3]), logits, -jnp.inf)
 
 
-def _scores(x: Operands, q_positions, kv_positions):
+def _scores(x: Call, q_positions, kv_positions):
     """Scores of the first pair of features; where the mask of a branch is true, the scores of that branch instead."""
     q, k = x.q, x.k
     if x.decay is not None:

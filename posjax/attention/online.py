@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax.attention.operands import like_zeros, mix, statistics_dtype
+from posjax.attention.logits import like_zeros, mix, statistics_dtype
 from posjax.attention.rows import Rows, finished, normalised
 
 
@@ -32,7 +32,8 @@ class OnlineSoftmax(NamedTuple):
         """The state after the keys of a tile."""
         # The result, and so its gradient, does not depend on the maximum that is subtracted.
         highest = jax.lax.stop_gradient(jnp.maximum(self.highest, logits.max(-1)))
-        weights, shrink = jnp.exp(logits - highest[..., None]), jnp.exp(self.highest - highest)
+        weights = jnp.exp(logits - highest[..., None])
+        shrink = jnp.exp(self.highest - highest)
         out = self.out * shrink[..., None] + mix(weights, v, self.out.dtype)
         return OnlineSoftmax(highest, self.total * shrink + weights.sum(-1), out)
 

@@ -1,4 +1,4 @@
-"""Which tiles of the logits are visited, in which order, and what each of them needs: one plan for all backends.
+"""Which tiles of the logits are visited, in which order, and what each needs; calls lengthened to whole tiles.
 
 The logits of a head are cut into tiles of ``q`` queries and ``k`` keys. A backend computes the rows of tiles in turn
 (forward: a block of queries; backward: a block of keys) and in each row only the tiles with an allowed pair, sorted by
@@ -21,8 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax.attention.operands import Operands
-from posjax.masks import BlockBounds, Mask, block_bounds
+from posjax._axes import Names, each
+from posjax._numbers import LARGEST
+from posjax.attention.call import Call
+from posjax.attention.rows import PerQuery
+from posjax.masks import BlockBounds, Mask, Segments, block_bounds
+from posjax.positions import Positions, Range, as_array
 
 NEAR, BEHIND, AHEAD = "near", "behind", "ahead"
 """How a bias by distance behaves within a tile: it varies, or it is constant, for keys far behind or far ahead."""
@@ -84,12 +88,12 @@ class TilePlan(NamedTuple):
 
 
 def plan_tiles(
-    x: Operands, blocks: Blocks, *, constant_from: int | None = None, ahead=0, together: bool = False
+    x: Call, blocks: Blocks, *, constant_from: int | None = None, ahead=0, together: bool = False
 ) -> TilePlan:
     """The kinds of all tiles.
 
     Args:
-        x: the operands, their lengths multiples of the blocks.
+        x: the call, its lengths multiples of the blocks.
         blocks: sizes of the tiles.
         constant_from: the distance from which on a bias by distance is constant, or None.
         ahead: distance of the first query from the first key, for a bias by distance.
@@ -130,16 +134,17 @@ def _with_rows(x, grid):
     return xp.broadcast_to(x, (*x.shape[:2], *grid))
 
 
-def _pairs(x: Operands, q: BlockBounds, k: BlockBounds, together: bool):
+def _pairs(x: Call, q: BlockBounds, k: BlockBounds, together: bool):
     """Index of the pair of features that scores a tile; the number of pairs if it needs all of them."""
     pair, whole = 0, True
     for n, branch in enumerate(x.remap, start=1):
         some, every = _some_and_every(branch.mask, q, k, together)
-        pair, whole = pair + n * every, whole & (every | ~some)
+        pair = pair + n * every
+        whole = whole & (every | ~some)
     return pair * whole + len(x.pairs) * (1 - whole)
 
 
-def _reach(x: Operands, blocks: Blocks, constant_from: int, ahead):
+def _reach(x: Call, blocks: Blocks, constant_from: int, ahead):
     """0 where a bias by distance varies, 1 where it is constant behind the queries, 2 ahead of them."""
     q, k = (np.arange(0, size, block) for size, block in ((x.q.shape[3], blocks.q), (x.k.shape[2], blocks.k)))
     lowest = ahead + q[:, None] - (k[None, :] + blocks.k - 1)
@@ -162,3 +167,63 @@ def visits(grid, kinds: int) -> Visits:
     xp = np if isinstance(grid, np.ndarray) else jnp
     order = xp.argsort(xp.where(grid == 0, kinds + 1, grid), axis=-1, stable=True)
     return Visits(order, (grid[..., None] == np.arange(1, kinds + 1)).sum(-2).cumsum(-1))
+
+
+def pad(x: Call, q_block: int, k_block: int) -> Call:
+    """The call, lengthened to whole blocks. The mask hides added keys; the caller cuts off added queries.
+
+    Queries, keys and values, whose last axis is ``"size"``, get zeros, all other arrays their last entries.
+    """
+    queries, keys = x.q.shape[3], x.k.shape[2]
+    whole = queries + -queries % q_block, keys + -keys % k_block
+    if whole == (queries, keys):
+        return x
+    found = lengthened(x, queries=(queries, whole[0]), keys=(keys, whole[1]))
+    if whole[1] == keys:
+        return found
+    hides_added = _true_keys(*whole, keys)
+    return dataclasses.replace(found, mask=hides_added if found.mask is None else found.mask & hides_added)
+
+
+def lengthened(tree, **sizes: tuple[int, int]):
+    """The tree with more entries of every array that has an axis: ``lengthened(x, queries=(before, after))``."""
+
+    def longer(array, names: Names):
+        for name, (before, after) in sizes.items():
+            if name in names and before != after:
+                array = _longer(array, names.index(name), before, after - before, "size" in names)
+        return array
+
+    return each(tree, longer)
+
+
+def lengthened_rows(per_query: PerQuery, queries: int) -> PerQuery:
+    """``per_query`` lengthened to ``queries`` queries; the added queries have weights of 0 for any logits."""
+    more = queries - per_query.lse.shape[3]
+    infinite = lengthen(per_query.lse, more, axis=3, constant_values=jnp.inf)
+    return PerQuery(*(lengthen(array, more, axis=3) for array in per_query))._replace(lse=infinite)
+
+
+def _longer(array, axis: int, before: int, more: int, projected: bool):
+    if isinstance(array, Range):
+        return _longer_range(array, more)
+    return lengthen(array, more, axis, "constant" if projected else "edge") if array.shape[axis] == before else array
+
+
+def _longer_range(positions: Range, more: int) -> Positions:
+    if not positions.is_static or positions.start + positions.length + more - 1 <= LARGEST:
+        return Range(positions.start, positions.length + more)
+    return lengthen(as_array(positions), more, axis=0, mode="edge")
+
+
+def _true_keys(queries: int, keys: int, true: int) -> Mask:
+    """A mask that hides the keys from ``true`` on. In NumPy, so that the tiles it hides are known when tracing."""
+    ids = np.where(np.arange(keys) < true, 0, -1).astype(np.int32)
+    return Segments(np.zeros((1, queries), np.int32), ids[None])
+
+
+def lengthen(x, more: int, axis: int, mode: str = "constant", **options):
+    """``x`` with ``more`` entries at the end of an axis, zeros or another mode of ``jnp.pad``."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(x, widths, mode=mode, **options)

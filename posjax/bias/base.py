@@ -1,6 +1,8 @@
 """The base classes of additive biases and of their specs."""
 
+import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -93,10 +95,11 @@ class BiasOfHeads(OfSomeHeads, Bias):
         return self.whole.constant_from
 
 
-class BiasSpec:
-    """The base class of the hyper-parameters of biases, with default properties.
+class BiasSpec(abc.ABC):
+    """The base class of the hyper-parameters of biases. A spec is a frozen, hashable dataclass.
 
-    A subclass is a frozen, hashable dataclass with ``bind(params=None, *, num_heads)``, which returns a ``Bias``.
+    One that ``reads_tokens`` has a ``prepare(params, x)`` too, whose results ``bind`` takes as ``q_gates`` and
+    ``kv_gates``.
     """
 
     reads_tokens: ClassVar[bool] = False
@@ -116,6 +119,10 @@ class BiasSpec:
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
         """Learned parameters, ``{}`` if there are none."""
         return {}
+
+    @abc.abstractmethod
+    def bind(self, params: Mapping[str, Array] | None = None, *, num_heads: int) -> Bias:
+        """The bias with its parameters."""
 
 
 def distance(

@@ -87,7 +87,8 @@ class FIRE(BiasSpec):
         Weights and biases are uniform within ``1 / sqrt(inputs)``, PyTorch's default, as in the public code.
         """
         numbers = {"c": jnp.float32(self.c), "multiplier": jnp.float32(1.0)}
-        shapes, keys = self._shapes(num_heads), jax.random.split(key, 4)
+        shapes = self._shapes(num_heads)
+        keys = jax.random.split(key, 4)
         for name, k in zip(("w1", "b1", "w2", "b2"), keys, strict=True):
             bound = 1.0 if name.endswith("1") else self.width**-0.5
             numbers[name] = jax.random.uniform(k, shapes[name], jnp.float32, -bound, bound)

@@ -45,7 +45,8 @@ def _clipped(x, least: float, most: float | None = None):
 
 def _power(a, p, q_positions, kv_positions):
     """``a_h |i - j|^p_h`` with ``a >= 0.01`` and ``0.01 <= p <= 2``; 0 at distance 0."""
-    a, p = _clipped(a, _SMALLEST), _clipped(p, _SMALLEST, _LARGEST_POWER)
+    a = _clipped(a, _SMALLEST)
+    p = _clipped(p, _SMALLEST, _LARGEST_POWER)
     r = jnp.abs(distance(q_positions, kv_positions, a.dtype))
     a, p = heads_first(a, r), heads_first(p, r)
     # Autodiff gives no finite derivative of 0^p in p. So at distance 0 this computes the power of 1 and multiplies it

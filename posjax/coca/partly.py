@@ -91,7 +91,8 @@ class PartlyCollinear(Rotary):
         check_float(name, raw)
         fits = raw.shape[-1] == self.query_size(head_dim)
         check(fits, f"{name} must be as wide as a head of {head_dim}, found shape {tuple(raw.shape)}")
-        wide, width = raw.astype(at_least_float32(raw.dtype)), self.frequencies.rotary_dim(head_dim)
+        wide = raw.astype(at_least_float32(raw.dtype))
+        width = self.frequencies.rotary_dim(head_dim)
         first, second = split(wide[..., :width], self.pairing)
         chosen = level(self._chosen(width // 2), first)[0]
         planes = jnp.where(chosen, strength(first, second), first), jnp.where(chosen, 0, second)

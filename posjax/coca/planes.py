@@ -30,7 +30,8 @@ def slack(x, y, cos, sin):
 
 def relative(x, y, cos, sin):
     """``phi`` of the variant relative: slack without its absolute part."""
-    uu, uw = (x + y) * (x + y) / 2, (y - x) * (y + x) / 2
+    uu = (x + y) * (x + y) / 2
+    uw = (y - x) * (y + x) / 2
     return uu * cos - uw * sin, uu * sin + uw * cos
 
 

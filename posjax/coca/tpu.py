@@ -59,7 +59,8 @@ def features(
 ) -> Float[Array, "batch length heads size"]:
     """``phi`` of components, by a float32 table ``[length, size/2]`` or ``[batch or 1, length, size/2]``."""
     widths = x.shape[-1], 2 * cos.shape[-1]
-    step, matrices = partial(_features, formula, widths), [_spread(*widths, pairing)]
+    step = partial(_features, formula, widths)
+    matrices = [_spread(*widths, pairing)]
     return _call("posjax_coca", step, (cos, sin), matrices, [x], widths[1], interpret)
 
 
@@ -76,20 +77,24 @@ def gradient(
 ) -> Float[Array, "batch length heads width"]:
     """``dq``: the cotangent of the components, from that of ``features``."""
     widths = x.shape[-1], 2 * cos.shape[-1]
-    step, matrices = partial(_gradient, formula, widths), [_spread(*widths, pairing), _gathered(*widths, pairing)]
+    step = partial(_gradient, formula, widths)
+    matrices = [_spread(*widths, pairing), _gathered(*widths, pairing)]
     return _call("posjax_coca_gradient", step, (cos, sin), matrices, [x, cotangent], widths[0], interpret)
 
 
 def _call(name: str, step: Callable, table: tuple, matrices: list, arrays: list, width: int, interpret) -> Array:
     """Runs a kernel with ``step`` for each group of heads, whose result has ``width`` numbers per head."""
-    x, size = arrays[0], 2 * table[0].shape[-1]
-    (batch, length, heads, _), (tokens, block) = x.shape, _block(x, size)
+    x = arrays[0]
+    size = 2 * table[0].shape[-1]
+    batch, length, heads, _ = x.shape
+    tokens, block = _block(x, size)
     table = [jnp.tile(part, 2).reshape(-1, length, size) for part in table]
     table_spec = pl.BlockSpec((None, tokens, size), lambda b, i, h: (b if table[0].shape[0] > 1 else 0, i, 0))
     matrix_specs = [pl.BlockSpec(matrix.shape, lambda b, i, h: (0, 0)) for matrix in matrices]
     widths = *(array.shape[-1] for array in arrays), width
     *inputs, output = (pl.BlockSpec((None, tokens, block * n), lambda b, i, h: (b, i, h)) for n in widths)
-    shape, kind = (batch, length, heads * width), jax.typeof(x).manual_axis_type
+    shape = (batch, length, heads * width)
+    kind = jax.typeof(x).manual_axis_type
     found = pl.pallas_call(
         partial(_kernel, step, block // _together(x.shape[-1])),
         grid=(batch, length // tokens, heads // block),
@@ -134,7 +139,8 @@ def _gathered(width: int, size: int, pairing: str | None) -> np.ndarray:
 def _kernel(step: Callable, groups: int, cos_ref, sin_ref, *refs):
     """``refs``: matrices, as many arrays, and the output, which is written one group of heads at a time."""
     *inputs, output = refs
-    matrices, arrays = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
+    matrices = inputs[: len(inputs) // 2]
+    arrays = inputs[len(inputs) // 2 :]
     for n in range(groups):
         group = [ref[:, _columns(ref, n, groups)] for ref in arrays]
         found = step([cos_ref[...], sin_ref[...]], *(ref[...] for ref in matrices), *group)
@@ -154,7 +160,8 @@ def _features(formula: Formula, widths: tuple[int, int], table: list, spread, x)
 
 def _gradient(formula: Formula, widths: tuple[int, int], table: list, spread, gathered, x, cotangent):
     components, table, first = _wide(widths, table, spread, x)
-    size, own = widths[1], cotangent.astype(jnp.float32)
+    size = widths[1]
+    own = cotangent.astype(jnp.float32)
     heads = [own[:, n : n + size] for n in range(0, own.shape[1], size)]
     swapped = jnp.concatenate([pltpu.roll(head, size // 2, 1) for head in heads], axis=1)
     back = jax.vjp(lambda *components: formula(*components, *table), *components)[1]
@@ -165,7 +172,8 @@ def _gradient(formula: Formula, widths: tuple[int, int], table: list, spread, ga
 
 def _wide(widths: tuple[int, int], table: list, spread, x) -> tuple[list, list, Array]:
     """Components and table, as wide as the features of a group of heads, and which columns are in first halves."""
-    (width, size), both = widths, _product(x, spread)
+    width, size = widths
+    both = _product(x, spread)
     heads = x.shape[1] // width
     components = jnp.split(both, both.shape[1] // (heads * size), axis=1)
     lanes = jax.lax.broadcasted_iota(jnp.int32, components[0].shape, 1)

@@ -84,7 +84,8 @@ def rotary_anomaly(
         ValueError: for an unknown pairing and shapes that do not fit.
     """
     _check(q, k)
-    tokens, size = q.shape[1], q.shape[-1]
+    tokens = q.shape[1]
+    size = q.shape[-1]
     theta = radians(rule, size, tokens if length is None else length)
     query, key = (jax.lax.complex(*_planes(x, theta.size, pairing)) for x in (q, k))
     return _count(query, key, theta, causal, mask, positions)
@@ -107,13 +108,15 @@ def coca_anomaly(
     ``rotary_anomaly``; ``absolute_share`` measures slack's absolute part.
     """
     _check(q, t)
-    tokens, planes = t.shape[1], t.shape[-1]
+    tokens = t.shape[1]
+    planes = t.shape[-1]
     theta = radians(features.frequencies, 2 * planes, tokens if length is None else length)
     if features.variant == "tied":
         query = 2 * jnp.square(q) + 0j
     else:
         x, y = _planes(q, planes, features.pairing)
-        u, w = (x + y) / np.sqrt(2), (y - x) / np.sqrt(2)
+        u = (x + y) / np.sqrt(2)
+        w = (y - x) / np.sqrt(2)
         query = (x * x + y * y) + 0j if features.variant == "strict" else jax.lax.complex(u * u, u * w)
     return _count(query, half_width(t) + 0j, theta, causal, mask, positions)
 

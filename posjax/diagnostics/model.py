@@ -60,10 +60,13 @@ def measure(
     queries = _powers(columns) if queries is None else np.asarray(queries)
     check(queries.size > 0 and queries.min() >= 0 and queries.max() < columns, f"queries must be in [0, {columns})")
     settings = {"causal": model.config.causal, "length": columns if length is None else length}
-    rotating, shares, entropies = {}, [], []
+    rotating = {}
+    shares = []
+    entropies = []
     for index, layer in enumerate(capture(model, tokens, length=length)):
-        if (found := _anomaly(layer, **settings)) is not None:
-            rotating[index] = found
+        anomaly = _anomaly(layer, **settings)
+        if anomaly is not None:
+            rotating[index] = anomaly
         if isinstance(layer.scheme.features, Coca) and layer.scheme.features.variant == "slack":
             shares.append(absolute_share(layer.q, pairing=layer.scheme.features.pairing))
         entropies.append(_entropy(layer, queries, **settings))
@@ -96,7 +99,8 @@ def _anomaly(layer: Layer, *, causal: bool, length: int) -> tuple[Anomaly, Float
 
 def _rotated(layer: Layer) -> tuple[Array, Array]:
     """The queries and keys that rotary features rotate."""
-    features, head_dim = layer.scheme.features, layer.q.shape[-1]
+    features = layer.scheme.features
+    head_dim = layer.q.shape[-1]
     if isinstance(features, PartlyCollinear):
         return features.collinear_query(layer.q, head_dim=head_dim), features.collinear_key(layer.k, head_dim=head_dim)
     return layer.q, layer.k

@@ -51,7 +51,8 @@ def plot_weights(curve: Curve, axes: Axes | None = None, *, logits: bool = False
     """
     axes = _axes(axes)
     order = np.argsort(curve.distances)
-    distances, values = curve.distances[order], (curve.logits if logits else curve.weights)[:, order]
+    distances = curve.distances[order]
+    values = (curve.logits if logits else curve.weights)[:, order]
     same = np.allclose(values, values[:1], rtol=1e-4, atol=1e-7)
     shown = values[:1] if same else values
     for head, (color, row) in enumerate(zip(_colors(len(shown)), shown, strict=True), start=1):
@@ -100,7 +101,8 @@ def plot_anomaly(
     axes.invert_yaxis()
     axes.set_yticks(_whole(1, layers))
     axes.set_xticks(_whole(0, planes - 1))
-    if turns is not None and 0 < (first := int((np.asarray(turns) >= 1).sum())) < planes:
+    first = 0 if turns is None else int((np.asarray(turns) >= 1).sum())
+    if 0 < first < planes:
         axes.axvline(first - 0.5, **_BORDER)
         axes.annotate("no full turn in training →", (first - 0.5, 0.5), **_NOTE)
     axes.set_xlabel("plane (fastest first)")

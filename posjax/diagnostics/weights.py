@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_number
-from posjax.attention.sharded.automatic import is_array
+from posjax._mesh import is_array
 from posjax.positions import Range
 from posjax.scheme import Scheme
 
@@ -67,7 +67,8 @@ def _row(scheme: Scheme, q, k, query: int, head_dim: int, params, options) -> Fl
     length = k.shape[1]
     check(-length <= query < length, f"query must be one of the {length} keys, found {query}")
     params = parameters(scheme, q.shape[1], k.shape[2], head_dim) if params is None else params
-    at, gates = jnp.array([query % length], jnp.int32), _gates(scheme, params, *k.shape[:2])
+    at = jnp.array([query % length], jnp.int32)
+    gates = _gates(scheme, params, *k.shape[:2])
     blocks = _read(scheme, q[:, None], k, at, params, None, gates, _settings(options, length=length))[:, :, 0]
     return np.concatenate(np.moveaxis(blocks, 1, 0), axis=-1)[..., :length]
 
@@ -113,7 +114,8 @@ def weight_curve(
     """
     distances = np.asarray(distances)
     check(distances.size > 0, "distances is empty")
-    reach, ahead = max(int(distances.max()), 0), max(-int(distances.min()), 0)
+    reach = max(int(distances.max()), 0)
+    ahead = max(-int(distances.min()), 0)
     q, k = _contents(scheme, draws, num_heads, head_dim, seed)
     k = jnp.broadcast_to(k[:, None], (len(k), reach + ahead + 1, *k.shape[1:]))
     rows = _row(scheme, q, k, reach, head_dim, params, options)[..., reach - distances]

@@ -235,7 +235,8 @@ def _absorb(state: LinearState, x: _Tokens) -> LinearState:
     order = jnp.where(valid, jnp.arange(x.ids.shape[1]), -1)
     last = jnp.take_along_axis(x.ids, jnp.maximum(order.max(1, keepdims=True), 0), axis=1)[:, 0]
     segment = jnp.where(valid.any(1), last, state.segment)
-    same, member = segment == state.segment, (x.ids == segment[:, None]) & valid
+    same = segment == state.segment
+    member = (x.ids == segment[:, None]) & valid
     lowest = _lowest(x.dtype)
     highest = jnp.where(member[:, None], x.log_scale, lowest).max(-1)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, jnp.where(same[:, None], state.log_scale, lowest)))
@@ -243,7 +244,8 @@ def _absorb(state: LinearState, x: _Tokens) -> LinearState:
     factor = _exp(member[:, None], x.log_scale - highest[..., None])[..., None]
     psi, psi_numerator = (pair[1] * factor for pair in (x.denominator, x.numerator))
     more = jnp.einsum("bkjm,bkjv->bkmv", psi_numerator, x.v.astype(x.dtype))
-    s, z = state.s * old_factor[..., None, None] + more, state.z * old_factor[..., None] + psi.sum(2)
+    s = state.s * old_factor[..., None, None] + more
+    z = state.z * old_factor[..., None] + psi.sum(2)
     return LinearState(s, z, highest, segment)
 
 
@@ -304,7 +306,8 @@ def _each(function, x: _Tokens) -> _Tokens:
 def _start(x: _Tokens, state: LinearState | None) -> LinearState:
     """The initial state, varying over the same mesh axes as the tokens, as the carry of a loop must."""
     if state is None:
-        (batch, kv_heads, _, size), width = x.psi.shape, x.numerator[1].shape[-1]
+        batch, kv_heads, _, size = x.psi.shape
+        width = x.numerator[1].shape[-1]
         state = empty_state(batch, kv_heads, size, x.v.shape[-1], numerator_size=width, dtype=x.dtype)
     _check_state(x, state)
     axes = frozenset().union(*map(varying, jax.tree.leaves((x, state))))

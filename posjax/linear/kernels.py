@@ -11,6 +11,7 @@ Features are at least float32. Two kinds differ in how they are rotated (:func:`
   weights, which sum to one.
 """
 
+import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from posjax._numbers import widened
 
 
 @dataclass(frozen=True)
-class LinearKernel:
+class LinearKernel(abc.ABC):
     """A kernel ``phi(q) . psi(k) >= 0``. A subclass is a frozen, hashable dataclass and holds no array.
 
     Inner products are non-negative; features may be negative. Elementwise maps have no factor 1 / sqrt(d); each kernel
@@ -45,11 +46,11 @@ class LinearKernel:
         """The width m of the features of a head of size ``head_dim``."""
         return head_dim
 
+    @abc.abstractmethod
     def query(
         self, params: dict[str, Array] | None, q: Float[Array, "batch length heads size"]
     ) -> Float[Array, "batch length heads m"]:
         """``phi``, up to a positive factor of each query, which cancels."""
-        raise TypeError(f"{type(self).__name__} does not map queries")
 
     def key(
         self, params: dict[str, Array] | None, k: Float[Array, "batch length kv_heads size"]
@@ -246,7 +247,10 @@ def features(
     """
     check((rotate_q is None) == (rotate_k is None), "rotate_q and rotate_k must be given together")
     if kernel.of_inner_product and rotate_q is not None:
-        q, k, rotate_q, rotate_k = rotate_q(q), rotate_k(k), None, None
+        q = rotate_q(q)
+        k = rotate_k(k)
+        rotate_q = None
+        rotate_k = None
     phi, (psi, log_scale) = kernel.query(params, q), kernel.key(params, k)
     return {
         "phi": phi,

@@ -87,7 +87,8 @@ def traced_sizes(mask: Mask | None) -> tuple[str, ...]:
 
 def _at_least(i, j, least):
     """``i - j >= least`` for any two int32. Their difference may wrap: then its sign is wrong."""
-    distance, behind = i - j, i >= j
+    distance = i - j
+    behind = i >= j
     no_wrap = behind == (distance >= 0)
     return (no_wrap & (distance >= least)) | (~no_wrap & behind)
 
@@ -139,7 +140,9 @@ class _Distances(_Sized):
         return None if self.limits[1] is None else (0, (self.limits[1] + 1) * self._unit)
 
     def pairs(self, i, j):
-        i, j, (least, most) = _units(i, self._unit), _units(j, self._unit), self.limits
+        i = _units(i, self._unit)
+        j = _units(j, self._unit)
+        least, most = self.limits
         if is_array_number(self._unit) or self._unit == 1:
             return _between(i, j, least, most)
         # With two or more positions in a chunk, two chunks are less than 2^31 apart: no wrap.

@@ -70,7 +70,8 @@ class OfTokens(Mask):
 
     def check(self, batch, queries, keys):
         """Raises ValueError unless both arrays have one number of the right kind for each token."""
-        kind, wanted = type(self).__name__, "integers" if self._dtype is jnp.integer else "boolean"
+        kind = type(self).__name__
+        wanted = "integers" if self._dtype is jnp.integer else "boolean"
         for field, array in zip(self._fields, self.arrays, strict=True):
             check_array(f"{kind} {field.name}", array)
             fits = jnp.issubdtype(array.dtype, self._dtype)

@@ -64,7 +64,8 @@ def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[A
 
 
 def _attention_inputs(block: Block, x: Array, inputs: LayerInputs) -> tuple:
-    attention, x = block.attention, block.attention_input(x)
+    attention = block.attention
+    x = block.attention_input(x)
     scheme = attention.scheme
     params = plain(attention.learned) | inputs.shared.get(scheme, {})
     q, k, _ = attention._project(x)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_count, check_flags, check_number, check_positive, shown
 from posjax._numbers import LARGEST, level
-from posjax.attention.sharded import Placement
+from posjax.attention.placement import Placement
 from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.layers import MOST_LAYERS

@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax import _serial
 from posjax._checks import check, check_length, check_tokens, shown
+from posjax._mesh import axes_of, explicit_spec, on_auto_axes
 from posjax._numbers import at_least_float32
 from posjax.attention.rows import ATTENDED
-from posjax.attention.sharded.automatic import axes_of, explicit_spec, on_auto_axes
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
 from posjax.nn.lookup import lookup
@@ -23,7 +23,7 @@ from posjax.nn.norms import make_norm
 from posjax.nn.parameters import bias_parameter, parameter, placed, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Layers, Scheme
-from posjax.scheme.checks import check_reach
+from posjax.scheme.choices import check_reach
 
 _SAVE_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 
@@ -149,7 +149,8 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*b embed"]) -> Float[Array, "*b vocab"]:
         """Logits from the result of ``hidden``, float32: ``cap(logit_scale (hidden matrix + bias))``."""
-        rows, matrix = explicit_spec(hidden)[:-1], self.output_matrix
+        rows = explicit_spec(hidden)[:-1]
+        matrix = self.output_matrix
         row_axes = {axis for part in rows for axis in axes_of(part)}
         vocab_axes = tuple(axis for axis in axes_of(explicit_spec(matrix)[1]) if axis not in row_axes)
         compute = partial(_logits, finish=self.config.finish_logits)
@@ -227,7 +228,8 @@ class Decoder(nnx.Module):
         index = jnp.where(valid, seen - 1, 0)
         token_positions = index if positions is None else jnp.broadcast_to(positions, tokens.shape)
         inputs = LayerInputs(token_positions, None, index + 1, length, self._shared(), coordinates, valid)
-        x, stacks = self._embed(tokens, inputs), []
+        x = self._embed(tokens, inputs)
+        stacks = []
         for stack, caches in zip(self.stacks, cache.stacks, strict=True):
             x, caches = self._run_decode(stack, caches, x, inputs)
             stacks.append(caches)

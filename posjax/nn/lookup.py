@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from posjax._mesh import explicit_part
 from posjax._numbers import at_least_float32
-from posjax.attention.sharded import Placement
-from posjax.attention.sharded.automatic import explicit_part
+from posjax.attention.placement import Placement
 
 
 def lookup(
@@ -100,8 +100,10 @@ def _rows_of_device(axes: tuple[str, ...], table, tokens):
         return table[tokens]
     size = table.shape[0]
     vocabulary = size * jax.lax.axis_size(axes)
-    tokens, first = jnp.where(tokens < 0, tokens + vocabulary, tokens), jax.lax.axis_index(axes) * size
-    nearest, local = jnp.clip(tokens, 0, vocabulary - 1) - first, tokens - first
+    tokens = jnp.where(tokens < 0, tokens + vocabulary, tokens)
+    first = jax.lax.axis_index(axes) * size
+    nearest = jnp.clip(tokens, 0, vocabulary - 1) - first
+    local = tokens - first
     is_local = (nearest >= 0) & (nearest < size)
     # JAX too reads the nearest row for an index that is outside, and gives that row no gradient. But JAX first adds the
     # size to a negative index, so the size is subtracted before.

@@ -25,8 +25,11 @@ class MLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, experts: tuple[int, ...] = ()):
         self.config = config
-        width, hidden, lead = config.model_dim, config.mlp_dim, ("experts",) * len(experts)
-        gated, biased = config.gated, "mlp" in config.biases
+        width = config.model_dim
+        hidden = config.mlp_dim
+        lead = ("experts",) * len(experts)
+        gated = config.gated
+        biased = "mlp" in config.biases
         into = partial(parameter, shape=(*experts, width, hidden), axes=(*lead, "embed", "mlp"), stddev=width**-0.5)
         self.up = into(rngs.params())
         self.gate = into(rngs.params()) if gated else None
@@ -72,11 +75,13 @@ class ExpertsMLP(MLP):
 
     def _mixed(self, x):
         """The mixture; every device computes its own tokens. If the hidden units are split, partial sums are added."""
-        placement, mesh = self.config.placement, jax.sharding.get_abstract_mesh()
+        placement = self.config.placement
+        mesh = jax.sharding.get_abstract_mesh()
         graph, state = nnx.split(self)
         if mesh.empty or not placement.is_open(mesh) or not self._fits(x, mesh):
             return self._of_tokens(x, None)
-        rows, split = PartitionSpec(placement.batch or None, placement.context, None), placement.heads
+        rows = PartitionSpec(placement.batch or None, placement.context, None)
+        split = placement.heads
 
         def spec(leaf):
             return PartitionSpec(*(split if axis == "mlp" else None for axis in leaf.get_metadata("logical_axes")))
@@ -97,11 +102,13 @@ class ExpertsMLP(MLP):
 
     def _of_tokens(self, x, split):
         """The mixture for the tokens of one device, with hidden units split over the mesh axes ``split``."""
-        tokens, spec = x.reshape(-1, x.shape[-1]), self.config.experts
+        tokens = x.reshape(-1, x.shape[-1])
+        spec = self.config.experts
         chosen, weights = self._route(tokens)
         order = jnp.argsort(chosen.reshape(-1), stable=True)
         sizes = jnp.bincount(chosen.reshape(-1), length=spec.count).astype(jnp.int32)
-        token_index, experts = order // spec.per_token, chosen.reshape(-1)[order]
+        token_index = order // spec.per_token
+        experts = chosen.reshape(-1)[order]
         outputs = self._of_experts(tokens[token_index], sizes, experts, split) * weights.reshape(-1)[order, None]
         summed = jnp.zeros(tokens.shape, jnp.float32).at[token_index].add(outputs)
         return summed.astype(x.dtype).reshape(x.shape)

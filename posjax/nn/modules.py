@@ -14,8 +14,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax.attention.sharded import Placement, attend_on_mesh
-from posjax.attention.sharded.automatic import axes_of, explicit_spec, has_explicit, mesh_of
+from posjax._mesh import axes_of, explicit_spec, has_explicit, mesh_of
+from posjax.attention.placement import Placement
+from posjax.attention.sharded import attend_on_mesh
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.nn.mlp import MLP, ExpertsMLP
@@ -68,7 +69,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, scheme: Scheme, *, rngs: nnx.Rngs):
         self.config, self.scheme = config, scheme
-        width, size, heads, kv_heads = config.model_dim, config.head_dim, config.num_heads, config.num_kv_heads
+        width = config.model_dim
+        size = config.head_dim
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
         into = partial(parameter, stddev=width**-0.5)
         shapes = {
             "q": (width, heads, scheme.query_size(size)),
@@ -83,7 +87,8 @@ class Attention(nnx.Module):
         made = scheme.init(rngs.params(), heads, size, num_kv_heads=kv_heads, model_dim=width)
         self.learned = scheme_parameters(made)
         axes = {"q": ("heads", "head_dim"), "k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim")}
-        biased, normed = "qkv" in config.biases, config.projection_norm
+        biased = "qkv" in config.biases
+        normed = config.projection_norm
         biases = [bias_parameter(shapes[name][1:], axes[name]) if biased else None for name in "qkv"]
         self.q_bias, self.k_bias, self.v_bias = biases
         norms = [RMSNorm(shapes[name][1:], axes[name], config.norm) if normed else None for name in "qk"]
@@ -112,22 +117,24 @@ class Attention(nnx.Module):
 
     def _placement(self, x) -> Placement:
         """The placement of the config; if that is empty, the split in the array types of ``x`` and ``self.q``."""
-        if self.config.placement.axes or self.config.placement.layout.reorders:
+        if not self.config.placement.is_empty:
             return self.config.placement
-        rows, heads = axes_of(explicit_spec(x)[0]), axes_of(explicit_spec(self.q[...])[1])
+        rows = axes_of(explicit_spec(x)[0])
+        heads = axes_of(explicit_spec(self.q[...])[1])
         # Parameters may be split over the batch axis too (FSDP); they are gathered for use.
         return Placement(batch=rows, heads=tuple(axis for axis in heads if axis not in rows) or None)
 
     def _attended(self, x, settings: dict, *, placement: Placement, split: bool):
         """Attention, whose projections the compiler splits; with ``split`` it must not split attention itself."""
-        mesh, params = jax.sharding.get_abstract_mesh(), plain(self.learned) | settings["shared"]
+        mesh = jax.sharding.get_abstract_mesh()
+        params = plain(self.learned) | settings["shared"]
         if placement.axes and not mesh.empty:
             placement = placement.for_key_heads(mesh.shape, self.config.num_kv_heads)
-        mesh_options = {"placement": placement} if placement.axes or placement.layout.reorders else {}
-        mesh_options |= {"partition": PartitionSpec() if split and not mesh_options else None}
+        undivided = PartitionSpec() if split else None
+        options = {"length": settings["length"], "placement": undivided if placement.is_empty else placement}
         arrays = {k: v for k, v in settings.items() if not isinstance(v, int) and k != "shared"}
         arrays |= {"gates": self.scheme.prepare(params, x, layout=self.config.placement.layout)}
-        attend = partial(self._attend, {"length": settings["length"]} | mesh_options)
+        attend = partial(self._attend, options)
         return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
 
     def decode(
@@ -144,7 +151,8 @@ class Attention(nnx.Module):
 
     def _partition(self, x) -> PartitionSpec | None:
         """The spec of the queries over the mesh; None without a mesh, or if it does not divide the batch evenly."""
-        placement, mesh = self._placement(x), mesh_of(x)
+        placement = self._placement(x)
+        mesh = mesh_of(x)
         if mesh is None or not set(placement.axes) <= set(mesh.axis_names) - set(mesh.manual_axes):
             return None
         rows = math.prod(mesh.shape[axis] for axis in placement.batch)
@@ -157,7 +165,7 @@ class Attention(nnx.Module):
         arguments = {name: value for name, value in settings.items() if name != "shared"}
         arguments["gates"] = self.scheme.prepare(params, x, start=start, valid=arguments["valid"])
         arguments |= self.config.logit_options
-        out, cache = self.scheme.decode(*self._project(x), cache, params=params, partition=partition, **arguments)
+        out, cache = self.scheme.decode(*self._project(x), cache, params=params, placement=partition, **arguments)
         return self._merge(out), cache
 
     def _project(self, x) -> list:

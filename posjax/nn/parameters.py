@@ -10,10 +10,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from posjax._mesh import explicit_spec, has_explicit, on_auto_axes
 from posjax._numbers import level
-from posjax.attention.operands import LANES
-from posjax.attention.sharded import Placement
-from posjax.attention.sharded.automatic import explicit_spec, has_explicit, on_auto_axes
+from posjax.attention.logits import LANES
+from posjax.attention.placement import Placement
 
 
 def parameter(key: Array, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float) -> nnx.Param:

@@ -108,7 +108,8 @@ def _exact_gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
 
 def _clamped_swiglu(gate: Float[Array, "*b"], up: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """``(u + 1) g sigmoid(1.702 g)`` with ``g = min(gate, 7)`` and u = up between -7 and 7 (gpt-oss)."""
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    gate = jnp.minimum(gate, 7.0)
+    up = jnp.clip(up, -7.0, 7.0)
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 

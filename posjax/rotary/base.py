@@ -70,7 +70,8 @@ def largest_context(base: float, head_dim: int) -> int:
         negative = np.flatnonzero(_sums(inverse_frequencies, start, stop) < 0)
         if negative.size:
             return start + int(negative[0])
-        start, stop = stop, min(stop + min(stop, 2**20), _LIMIT)
+        start = stop
+        stop = min(stop + min(stop, 2**20), _LIMIT)
     return _LIMIT
 
 

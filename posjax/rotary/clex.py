@@ -100,7 +100,8 @@ class CLEX(FrequencyRule):
         """z(t) - ln ntk(t) for t = 1 .. 1 + units; its slope is only the learned term."""
         plain = np.log(self.inverse_frequencies(head_dim)).astype(np.float32)
         exponents = ntk_exponents(2 * plain.size).astype(np.float32)
-        act, step = _ACTIVATIONS[self.activation], 1 / self.steps
+        act = _ACTIVATIONS[self.activation]
+        step = 1 / self.steps
 
         def slope(t, y):
             z_plus_ntk = y + 2 * (plain + exponents * jnp.log(2 * t - 1))

@@ -102,7 +102,9 @@ def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, num_axes: int 
 
     def grid(sizes):
         check(len(sizes) == num_axes, f"spans: a grid of {num_axes} axes has {num_axes} sizes, found {sizes}")
-        cells, number, sizes = grid_coordinates(*sizes) + 1, math.prod(sizes), np.array(sizes)
+        cells = grid_coordinates(*sizes) + 1
+        number = math.prod(sizes)
+        sizes = np.array(sizes)
         if spacing == "tie":
             area = int(np.prod(sizes + 1))
             return cells * (area // (sizes + 1)), area
@@ -115,11 +117,13 @@ def tie_positions(spans: Sequence[Span], spacing: str = "tie", *, num_axes: int 
 
 def _lay_out(spans: Sequence[Span], num_axes: int, grid: Callable, start: int, dtype: Any) -> SpanPositions:
     """The spans one after another; ``grid(sizes)`` gives a grid's offsets from the position before it, and K - L."""
-    parts, last = [np.zeros((0, num_axes))], start - 1
+    parts = [np.zeros((0, num_axes))]
+    last = start - 1
     for span in spans:
         if isinstance(span, numbers.Integral):
             check_count("spans: a number of text tokens", span)
-            offsets, advance = np.repeat(np.arange(1, span + 1)[:, None], num_axes, axis=1), span + 1
+            offsets = np.repeat(np.arange(1, span + 1)[:, None], num_axes, axis=1)
+            advance = span + 1
         else:
             check(1 < len(span) < 4, f"spans: a number of tokens, (h, w) or (t, h, w), found {span!r}")
             offsets, advance = grid(tuple(span))

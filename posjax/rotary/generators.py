@@ -86,7 +86,8 @@ def decompose(
     )
     basis = _planes(matrices)
     half = matrices.shape[1] // 2
-    u, w = basis[:, :half], basis[:, half:]
+    u = basis[:, :half]
+    w = basis[:, half:]
     omega = np.einsum("dt,ade,et->at", w, matrices, u)
     error = np.abs(basis @ _rotators(omega) @ basis.T - matrices).max(axis=(1, 2))
     loose = error > 1e-6 * np.abs(matrices).max(axis=(1, 2))
@@ -104,7 +105,8 @@ def _planes(matrices: Matrices) -> Float[np.ndarray, "d d"]:
     weights = np.random.default_rng(0).uniform(1, 2, len(matrices))
     values, vectors = np.linalg.eigh(-1j * np.tensordot(weights, matrices / np.where(scale > 0, scale, 1), 1))
     vectors = np.sqrt(2) * vectors[:, values > 1e-9 * max(values.max(), 1e-300)]
-    basis, (d, planes) = np.concatenate([vectors.real, -vectors.imag], axis=1), vectors.shape
+    basis = np.concatenate([vectors.real, -vectors.imag], axis=1)
+    d, planes = vectors.shape
     kernel = np.linalg.qr(basis, mode="complete")[0][:, 2 * planes :]
     rest = (d - 2 * planes) // 2
     return np.concatenate([basis[:, :planes], kernel[:, :rest], basis[:, planes:], kernel[:, rest:]], axis=1)

@@ -141,7 +141,8 @@ class _OneDimensional(SeveralAxes):
             one = isinstance(self.rule, FrequencyRule) and not isinstance(self.rule, SeveralAxes)
             check(one, f"rule must be a frequency rule of one axis, found {shown(self.rule)}")
             for name in ("base", "head_dim", "partial_rotary_factor"):
-                mine, its = getattr(self, name), getattr(self.rule, name)
+                mine = getattr(self, name)
+                its = getattr(self.rule, name)
                 check(mine in (getattr(type(self), name), its), f"{name}={mine!r} but the rule has {name}={its!r}")
                 object.__setattr__(self, name, its)
         super().__post_init__()
@@ -226,7 +227,8 @@ class MRoPE(_OneDimensional):
 
     def rotary_dim(self, head_dim: int | None = None) -> int:
         """w, which must be twice the sum of the sections."""
-        width, total = super().rotary_dim(head_dim), sum(self.sections)
+        width = super().rotary_dim(head_dim)
+        total = sum(self.sections)
         check(
             width == 2 * total,
             f"sections {self.sections} add up to {total} pairs, but a width of {width} has {width // 2}",

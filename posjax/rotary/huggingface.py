@@ -171,14 +171,16 @@ def _check_read(config: Config, row: Config, rules: list[FrequencyRule]) -> None
     for group in ((*_BASES, *_LAYER_BASES), _SHARES):
         read = [key for key in group if _reads(row, key)]
         for key in (key for key in group if key not in read):
-            value, effects = config.get(key), _effects(key, rules)
+            value = config.get(key)
+            effects = _effects(key, rules)
             check(
                 value is None or value in effects,
                 f"{key} {shown(value)}: transformers reads {(read or ['rope_parameters'])[0]} for {name}, which gives "
                 f"{shown(effects)} here; write it there if that is intended",
             )
     for key, of_one in (("layer_rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
-        values, known = config.get(key), (0, *_effects(of_one, rules))
+        values = config.get(key)
+        known = (0, *_effects(of_one, rules))
         several = isinstance(values, list | tuple) and not all(value in known for value in values)
         check(not several, f"{key} {shown(values)}: layers that differ; give rope_parameters by layer type")
 
@@ -210,7 +212,8 @@ def _layers(config: Config, row: Config) -> dict[str, Config | None]:
     implied, bases, scaled = (row.get(key, {}) for key in ("rope_parameters", "bases", "scaled"))
     given, flat = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if _is_nested(flat):
-        given, flat = flat, {}
+        given = flat
+        flat = {}
     name = str(config.get("model_type"))[:100]
     check(
         row is _UNKNOWN or _is_nested(implied),
@@ -262,7 +265,8 @@ def _rule(parameters: Config, config: Config, row: Config, layer: str | None = N
     name = _rope_type(parameters, config)
     cls = _RULES[name]
     options = _options(name, cls, parameters, config)
-    size, width = _head_dim(config, row, layer), _rotated_channels(config, row)
+    size = _head_dim(config, row, layer)
+    width = _rotated_channels(config, row)
     share = _share(parameters, config, row, size)
     check_number("partial_rotary_factor", share)
     if width:

@@ -206,7 +206,8 @@ class _Space:
 
     def seeds(self) -> list[_Individual]:
         """Position interpolation, NTK-aware scaling and YaRN, with n-hat 0, and the given list."""
-        rule, width = self.initial, 2 * len(self.initial.long_factor)
+        rule = self.initial
+        width = 2 * len(self.initial.long_factor)
         plain = np.ones(width // 2)
         yarn = NTKByParts(rule.factor, rule.original_length, base=rule.base, head_dim=width)
         by_parts = inverse_powers(rule.base, width) / yarn.inverse_frequencies()
@@ -218,7 +219,8 @@ class _Space:
         """Redraws each lambda_t between its neighbours, and n-hat from its choices, with the given probability."""
         steps = list(one.steps)
         for t in np.flatnonzero(random.random(len(steps)) < probability):
-            low, high = (steps[t - 1] if t else 0), (steps[t + 1] if t + 1 < len(steps) else self.top)
+            low = steps[t - 1] if t else 0
+            high = steps[t + 1] if t + 1 < len(steps) else self.top
             steps[t] = int(random.integers(low, high + 1))
         redrawn = random.random() < probability
         return _Individual(tuple(steps), int(random.integers(len(self.choices))) if redrawn else one.first)

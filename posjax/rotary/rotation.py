@@ -79,7 +79,8 @@ def _turned(x: Array, table: RotaryTable, pairing: str) -> Array:
     """Rotates all features."""
     dtype = at_least_float32(x.dtype)
     _, cos, sin = level(x, *(_with_heads(part.astype(dtype), x.shape[-2]) for part in table))
-    wide, half = x.astype(dtype), cos.shape[-1]
+    wide = x.astype(dtype)
+    half = cos.shape[-1]
     a, b = (wide[..., :half], wide[..., half:]) if pairing == "half" else (wide[..., 0::2], wide[..., 1::2])
     rotated = a * cos - b * sin, a * sin + b * cos
     joined = jnp.concatenate(rotated, -1) if pairing == "half" else jnp.stack(rotated, -1).reshape(x.shape)

@@ -123,7 +123,8 @@ class FrequencyRule:
 
     def _check_own(self, found: Any, head_dim: int | None) -> None:
         """Raises ValueError unless a rule from outside the library gave a NumPy array with a number for each pair."""
-        name, pairs = f"{type(self).__name__}.inverse_frequencies", self.rotary_dim(head_dim) // 2
+        name = f"{type(self).__name__}.inverse_frequencies"
+        pairs = self.rotary_dim(head_dim) // 2
         check(isinstance(found, np.ndarray), f"{name} must give a NumPy array, made in float64, found {shown(found)}")
         check(found.shape == (pairs,), f"{name} must give {pairs} numbers, one for each pair, found {found.shape}")
 

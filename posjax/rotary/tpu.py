@@ -65,12 +65,15 @@ def _partners(size: int, width: int, pairing: str) -> np.ndarray:
     channels = np.arange(width)
     first, second = channels.reshape(2, -1) if pairing == "half" else channels.reshape(-1, 2).T
     permutation = np.zeros((size, size), np.float32)
-    permutation[second, first], permutation[first, second] = -1, 1
+    permutation[second, first] = -1
+    permutation[first, second] = 1
     return permutation
 
 
 def _kernel(x_ref, cos_ref, sin_ref, partners_ref, y_ref):
-    cos, sin, partners = cos_ref[...], sin_ref[...], partners_ref[...]
+    cos = cos_ref[...]
+    sin = sin_ref[...]
+    partners = partners_ref[...]
     precision = jax.lax.Precision.HIGHEST if partners.dtype == jnp.float32 else None
     size = partners.shape[0]
     for n in range(0, x_ref.shape[1], size):

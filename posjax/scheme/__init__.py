@@ -1,8 +1,8 @@
 """The scheme: one choice for each slot of attention, and recipes whose layers differ.
 
-``slots`` has the protocol of each slot, ``choices`` the properties of a scheme, ``checks`` which slots compose,
-``registry`` the names of specs and ``changes`` the replacement of slots. ``softmax`` and ``linear`` compute attention.
-``scheme`` combines them, ``layers`` has one scheme for each layer, and ``presets`` are the known schemes by name.
+``registry`` has the slots and the specs by name, ``choices`` what follows from the choices of a scheme and whether they
+compose, ``executors`` what computes attention with them. ``scheme`` is the scheme itself, ``layers`` has one for each
+layer, and ``presets`` are the known schemes by name.
 """
 
 from posjax.scheme.choices import SLOT_NAMES

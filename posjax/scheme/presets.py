@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Literal, overload
 
-from posjax import bias, coca, linear, masks, norms, pope, remap, rotary, scales, sinks, training_positions
+from posjax import bias, coca, linear, masks, norms, remap, rotary, scales, sinks, training_positions
 from posjax._checks import check, check_count, check_counts, check_flag
 from posjax.scheme.choices import SLOT_NAMES
 from posjax.scheme.layers import Layers, check_layers
@@ -24,9 +24,23 @@ def _in(slot_name: str, **others) -> Callable[[Any], Scheme]:
     return lambda spec: Scheme(**{slot_name: spec}, **others)
 
 
-def _named(slot_name: str, *names: str, **others) -> dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme]]]:
-    """Presets whose names are those of their specs in a slot."""
-    return {name: (SLOTS[slot_name][name], _in(slot_name, **others)) for name in names}
+_ONLY_SPECS = {
+    "features": ("rotary", "general", "coca"),
+    "bias": ("kerple", "scale-invariant"),
+    "mask": ("dilated", "band", "global-first", "lambda", "first-tokens"),
+    "scale": (
+        *("clipped-log-n", "llama4", "ministral", "yarn", "constant", "gradient-maximal"),
+        *("cosine", "learned-cosine", "drope"),
+    ),
+    "training_positions": ("clex",),
+}
+"""The names of specs that are not names of presets: alone they are no method, or a preset has another form of them."""
+
+
+def _of_slot(slot_name: str, **others) -> dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme]]]:
+    """A preset for every spec of a slot, with ``others`` in other slots."""
+    left_out = _ONLY_SPECS.get(slot_name, ())
+    return {name: (spec, _in(slot_name, **others)) for name, spec in SLOTS[slot_name].items() if name not in left_out}
 
 
 def _features(feature: Callable[[rotary.FrequencyRule], Any]) -> Callable[[rotary.FrequencyRule], Scheme]:
@@ -246,35 +260,30 @@ def _rnope_swa(num_layers: int, window: int = 4096, base: float = 10_000.0) -> L
 
 PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] = {
     "nope": (lambda: None, lambda _: Scheme()),
-    **_named("embedding", "sinusoidal", "learned", "hierarchical"),
+    **_of_slot("embedding"),
     "rope": (rotary.Plain, _features(rotary.Rotary)),
     "p-rope": (rotary.Proportional, _features(rotary.Rotary)),
     "hope": (rotary.HoPE, _features(rotary.Rotary)),
     "clex": (rotary.CLEX, _clex),
-    **_named("features", "xpos", "vo-rope"),
+    **_of_slot("features"),
     "axial": (_axial, _in("features")),
-    "mixed": (rotary.MixedRotary, _in("features")),
     "mrope": (rotary.MRoPE, _features(rotary.Rotary)),
     "rope-tie": (rotary.RoPETie, _features(rotary.Rotary)),
-    "pope": (pope.PoPE, _in("features")),
-    **_named("bias", "alibi", "t5"),
+    **_of_slot("bias"),
     "kerple-log": (lambda: bias.Kerple("log"), _in("bias")),
     "kerple-power": (lambda: bias.Kerple("power"), _in("bias")),
-    **_named("bias", "sandwich", "fire", "fox", "cope"),
     "scale-invariant": (bias.ScaleInvariant, _in("bias", features=_P_ROPE)),
     "coca-strict": (rotary.Plain, _features(partial(coca.Coca, "strict"))),
     "coca-tied": (rotary.Plain, _features(partial(coca.Coca, "tied"))),
     "coca-slack": (rotary.Plain, _features(partial(coca.Coca, "slack"))),
     "coca-relative": (rotary.Plain, _features(partial(coca.Coca, "relative"))),
-    "coca-planes": (coca.PartlyCollinear, _in("features")),
-    **_named("remap", "rerope", "leaky-rerope", features=_ROPE),
+    **_of_slot("remap", features=_ROPE),
     "inverse-leaky": (remap.inverse_leaky, _in("remap", features=_ROPE)),
-    **_named("remap", "self-extend", "lm-infinite", "streaming", "dual-chunk", features=_ROPE),
-    **_named("mask", "window", "chunked", features=_ROPE),
+    **_of_slot("mask", features=_ROPE),
     "longformer": (_longformer, _in("mask", features=_ROPE)),
     "learned-sinks": (sinks.LearnedSinks, _in("sinks", features=_ROPE)),
     "softmax-plus-one": (sinks.SoftmaxPlusOne, _in("sinks", features=_ROPE)),
-    **_named("scale", "log-n", "ssmax", features=_ROPE),
+    **_of_slot("scale", features=_ROPE),
     "drope": (scales.DroPETemperature, _in("scale")),
     "key-norm": (norms.KeyNorm, _in("norm", features=_ROPE)),
     "cosine": (lambda length: scales.CosineScale(length), _in("scale", norm=norms.CosineNorm(), features=_ROPE)),
@@ -283,7 +292,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
         partial(rotary.Plain, base=1_000_000.0),
         lambda rule: Scheme(norm=norms.QKNorm(), features=rotary.Rotary(rule)),
     ),
-    **_named("training_positions", "randomised", "equal-mean", "pose", features=_ROPE),
+    **_of_slot("training_positions", features=_ROPE),
     "hwfa": (_hwfa, lambda layers: layers),
     "hwfa2": (_hwfa2, lambda layers: layers),
     "gemma3": (_gemma3, lambda layers: layers),

@@ -9,7 +9,6 @@ import jax
 from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, scales, sinks, training_positions
 from posjax._checks import check, check_counts, nearest, shown
 from posjax._slots import Features
-from posjax.scheme.slots import lacking
 
 
 def _lambda(window: int, first: int) -> masks.Mask:
@@ -99,18 +98,23 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "training_positions": dict(training_positions.RULES),
 }
-"""The specs of each slot, by the names that configurations use. A new method adds a line here, and one
-in `posjax.scheme.presets` if `posjax.scheme` is to know its name."""
+"""The specs of each slot, by the names that configurations use. A new method adds a line here, and its name is
+that of a preset in most slots."""
 
-_BASES: dict[str, type] = {
+BASES: dict[str, type] = {
+    "embedding": absolute.Embedding,
     "frequencies": rotary.FrequencyRule,
     "features": Features,
+    "norm": norms.Norm,
+    "scale": scales.Scale,
     "bias": bias.BiasSpec,
     "mask": masks.Mask,
     "remap": remap.Remap,
+    "sinks": sinks.Sinks,
     "linear": linear.LinearKernel,
+    "training_positions": training_positions.PositionRule,
 }
-"""The base class of the specs of a slot; slots that are not listed have only a protocol."""
+"""The base class of the specs of each slot."""
 
 
 def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
@@ -125,11 +129,11 @@ def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
     Args:
         slot_name: a slot of ``Scheme``, or ``"frequencies"``.
         name: a new name in this slot. The same class may be registered again, as when a notebook runs a cell twice.
-        spec: a frozen dataclass with the protocol of the slot, or a function that returns an instance of one; its
-            arguments are the options.
+        spec: a frozen dataclass derived from the base class of the slot, or a function that returns an instance of one;
+            its arguments are the options.
 
     Raises:
-        ValueError: for an unknown slot, a name that is taken or empty, or a class without the slot's protocol.
+        ValueError: for an unknown slot, a name that is taken or empty, or a class that does not fit the slot.
     """
     check_known("slot", slot_name, SLOTS)
     check(isinstance(name, str) and bool(name), f"name must be a text that configs can use, found {name!r}")
@@ -138,7 +142,7 @@ def register(slot_name: str, name: str, spec: Callable[..., Any]) -> None:
     check(free, f"name: {name!r} is taken in the slot {slot_name!r}, by {before}; choose another")
     check(callable(spec), f"spec must be a class, or a function that makes a spec, found {spec!r}")
     if isinstance(spec, type):
-        _check_protocol(slot_name, spec)
+        _check_class(slot_name, spec)
     SLOTS[slot_name][name] = spec
 
 
@@ -148,11 +152,13 @@ def _is_same(before: Any, spec: Any) -> bool:
     return names[0] == names[1] and "<lambda>" not in (names[0][1] or "<lambda>")
 
 
-def _check_protocol(slot_name: str, kind: type) -> None:
+def _check_class(slot_name: str, kind: type) -> None:
     """Raises ValueError unless the instances of a class fit a slot."""
-    base, missing, subject = _BASES.get(slot_name, object), lacking(slot_name, kind), f"spec: {kind.__name__}"
+    base = BASES[slot_name]
+    subject = f"spec: {kind.__name__}"
     check(issubclass(kind, base), f"{subject} must be derived from {base.__name__} for the slot {slot_name!r}")
-    check(not missing, f"{subject} lacks {', '.join(missing)}, which the slot {slot_name!r} needs")
+    missing = ", ".join(f"{name}()" for name in sorted(getattr(kind, "__abstractmethods__", ())))
+    check(not missing, f"{subject} lacks {missing}, which the slot {slot_name!r} needs")
     check(kind.__hash__ is not None, f"{subject} is not hashable; write @dataclasses.dataclass(frozen=True)")
 
 
@@ -170,7 +176,7 @@ def slot(slot_name: str, name: str, **options):
     check_known("slot", slot_name, SLOTS)
     check_known(slot_name, name, SLOTS[slot_name])
     made = build(f"{slot_name} {name!r}", SLOTS[slot_name][name], options)
-    _check_protocol(slot_name, type(made))
+    _check_class(slot_name, type(made))
     return made
 
 

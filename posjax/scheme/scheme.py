@@ -19,21 +19,33 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax import bias, masks
 from posjax._checks import check, check_counts, check_length
-from posjax.attention.api import check_aligned
-from posjax.attention.checks import check_masks
-from posjax.attention.sharded import Placement
-from posjax.attention.sharded.automatic import explicit_spec, has_explicit, on_auto_axes
-from posjax.attention.sharded.enter import over_mesh
-from posjax.attention.sharded.split import Partition, split_of
+from posjax._mesh import explicit_spec, has_explicit, on_auto_axes
+from posjax.attention.call import check_aligned, check_masks
+from posjax.attention.placement import Placement
+from posjax.attention.sharded.mesh import Partition, over_mesh, split_of
 from posjax.layout import Layout
 from posjax.positions import Positions
-from posjax.scheme.calls import LayerCache, NewTokens, Params, Where, check_projections, check_rows, row_positions
-from posjax.scheme.changes import check_same_parameters, replaced
-from posjax.scheme.checks import check_composition, check_direction, check_reach, check_slots
-from posjax.scheme.choices import Choices
-from posjax.scheme.linear import LinearAttention
-from posjax.scheme.parameters import init_slots
-from posjax.scheme.softmax import SoftmaxAttention
+from posjax.scheme.choices import (
+    Choices,
+    check_composition,
+    check_direction,
+    check_reach,
+    check_same_parameters,
+    check_slots,
+    init_slots,
+    replaced,
+)
+from posjax.scheme.executors import (
+    LayerCache,
+    LinearAttention,
+    NewTokens,
+    Params,
+    SoftmaxAttention,
+    Where,
+    check_projections,
+    check_rows,
+    row_positions,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +189,7 @@ class Scheme(Choices):
         kv_positions: Positions | None = None,
         coordinates: Float[Array, "*b tokens axes"] | Int[Array, "*b tokens axes"] | None = None,
         length: int | Int[Array, "..."] | None = None,
-        placement: Placement | None = None,
-        partition: Partition | None = None,
+        placement: Placement | Partition | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
         """Attention with this scheme: norm, features, scale, bias and mask around one call of ``attention``.
@@ -192,11 +203,8 @@ class Scheme(Choices):
             coordinates: positions of the tokens for the features only, in several axes (images) or real-valued, if
                 queries and keys are the same tokens; masks, biases and scales still read the integer positions.
             length: the current length, for schemes that read it; the number of keys when left out.
-            placement: how sequences and heads are split over a mesh, inside ``sharded.attend_on_mesh``. Queries, keys
-                and everything with an axis of tokens are then those of one device, positions may be a ``Range`` over
-                the whole sequence, and ``params`` are those of all heads. The result is the same as for whole
-                sequences.
-            partition: how the queries are split over the Auto axes of a mesh; see ``attention``.
+            placement: how the call is split over a mesh, as in ``attention``. Inside ``sharded.attend_on_mesh``,
+                ``params`` are those of all heads.
             options: the other arguments of ``attend_stored``.
 
         Raises:
@@ -206,11 +214,14 @@ class Scheme(Choices):
         check_projections(q, k, v, self.maps.widths)
         check_length(length)
         given = {"q_positions": q_positions, "kv_positions": kv_positions, "coordinates": coordinates, "length": length}
-        if placement is None and (split := split_of(q, k, v, partition)) is not None:
-            check_masks(q, k, self.mask, None if options.get("mask") is None else masks.as_mask(options["mask"]))
-            return over_mesh(split, self.attend, [q, k, v], params or {}, given | options)
+        if not isinstance(placement, Placement):
+            split = split_of(q, k, v, placement)
+            placement = Placement()
+            if split is not None:
+                check_masks(q, k, self.mask, None if options.get("mask") is None else masks.as_mask(options["mask"]))
+                return over_mesh(*split, self.attend, [q, k, v], params or {}, given | options)
         check_aligned(q, k, q_positions, self.reads_positions(options))
-        where = self._where(q, k, Placement() if placement is None else placement, **given)
+        where = self._where(q, k, placement, **given)
         return self._executor.attend(q, k, v, params or {}, where, **options)
 
     def _where(self, q, k, placement: Placement, *, q_positions, kv_positions, coordinates, length) -> Where:
@@ -315,7 +326,7 @@ class Scheme(Choices):
         coordinates: Array | None = None,
         length: int | Int[Array, "..."],
         gates: Float[Array, "batch heads tokens"] | None = None,
-        partition: Partition | None = None,
+        placement: Partition | None = None,
         **options,
     ) -> tuple[Float[Array, "batch tokens heads value_size"], LayerCache]:
         """Attention of new tokens over the cache and themselves, and the cache with the new tokens.
@@ -334,7 +345,8 @@ class Scheme(Choices):
             length: the current length for schemes that read it: the same for the whole generation. Otherwise cached and
                 new keys would have different frequencies.
             gates: the result of ``prepare`` for the new tokens.
-            partition: see ``attend``. On Explicit axes the cache keeps its sharding.
+            placement: how the queries are split over the Auto axes of a mesh; see ``attention``. On Explicit axes the
+                cache keeps its sharding.
             options: passed to ``attention``.
         """
         check_projections(q, k, v, self.maps.widths)
@@ -344,6 +356,6 @@ class Scheme(Choices):
         positions = index if positions is None else positions
         where = Where(Placement(), positions, positions, coordinates, length, self.maps.head_dim(k.shape[-1]))
         specs = explicit_spec(q), jax.tree.map(explicit_spec, cache)
-        step = partial(self._executor.step, partition=specs[0] if has_explicit(q) else partition)
+        step = partial(self._executor.step, partition=specs[0] if has_explicit(q) else placement)
         arguments = params or {}, where, NewTokens(index, valid, gates), options
         return on_auto_axes(step, [q, k, v], cache, *arguments, like=specs)

@@ -8,7 +8,7 @@ import numpy as np
 from attention.tiles import of_tiles
 
 from posjax.attention import attention
-from posjax.attention.api import BACKENDS
+from posjax.attention.platform import BACKENDS
 from posjax.bias import T5, ALiBi, Kerple
 from posjax.masks import Beyond, Causal, Chunked, FirstTokens, Prefix, Segments, Window
 from posjax.positions import Range, from_segments

@@ -13,8 +13,9 @@ from attention.tiles import of_tiles
 from refusals import refused
 
 import posjax as pj
-from posjax.attention.api import BACKENDS
-from posjax.attention.sharded import Placement, attend_on_mesh, context_attention
+from posjax.attention import attention
+from posjax.attention.platform import BACKENDS
+from posjax.attention.sharded import Placement, attend_on_mesh
 from posjax.masks import Causal, FirstTokens, Segments, Window, as_mask, materialise
 from posjax.positions import Range
 from posjax.remap import Branch
@@ -131,7 +132,7 @@ def test_schemes_over_meshes_take_arrays(kind, causal):
     x = np.random.default_rng(0).normal(size=(8, 8, HEADS, SIZE)).astype(np.float32)
     mesh, scheme = meshes.mesh(kind), pj.Scheme()
 
-    @partial(jax.jit, static_argnames="partition")
+    @partial(jax.jit, static_argnames="placement")
     def attend(x, mask, **options):
         return scheme.attend(x, x, x, mask=mask, causal=causal, **options)
 
@@ -149,7 +150,7 @@ def test_arrays_over_pairs_are_refused_where_devices_share_a_row():
 
     def call(**options):
         def inside(_, qkv, rest):
-            return context_attention(*qkv, **rest, placement=placement)
+            return attention(*qkv, **rest, placement=placement)
 
         return lambda: attend_on_mesh(inside, placement, None, [x] * 3, options)
 

@@ -25,7 +25,7 @@ from attention.grid import (
 
 from posjax import masks
 from posjax.attention import attention
-from posjax.attention.api import BACKENDS
+from posjax.attention.platform import BACKENDS
 from posjax.bias import ALiBi
 from posjax.masks import Causal, FirstTokens, Segments, Window
 from posjax.positions import Range, as_array

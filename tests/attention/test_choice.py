@@ -190,7 +190,7 @@ def test_a_mesh_that_the_compiler_divides_is_left_to_blockwise():
     devices, rows = mesh(4, 2, names=("data", "model")), P("data")
     values = jax.device_put(inputs(), NamedSharding(devices, rows))
     assert kernels(causal, *values) == set()
-    refused("partition", lambda: jax.jit(partial(causal, implementation="tpu")).trace(*values))
+    refused("placement", lambda: jax.jit(partial(causal, implementation="tpu")).trace(*values))
     over_one_axis = partial(jax.shard_map, mesh=devices, in_specs=rows, out_specs=rows, axis_names={"data"})
     assert kernels(over_one_axis(causal), *values) == set()
 
@@ -200,7 +200,7 @@ def test_a_mesh_that_types_or_a_partition_divide_runs_the_kernel():
     typed = jax.device_put(inputs(), NamedSharding(jax.make_mesh((4, 2), ("data", "model")), rows))
     assert kernels(gradient(causal), *typed) == GRADIENTS
     partitioned = jax.device_put(inputs(), NamedSharding(mesh(4, 2, names=("data", "model")), rows))
-    assert kernels(gradient(partial(causal, partition=rows, implementation="tpu")), *partitioned) == GRADIENTS
+    assert kernels(gradient(partial(causal, placement=rows, implementation="tpu")), *partitioned) == GRADIENTS
 
 
 def test_a_warning_says_that_a_partition_is_missing_for_the_kernel():
@@ -210,9 +210,9 @@ def test_a_warning_says_that_a_partition_is_missing_for_the_kernel():
     )
     sharding = NamedSharding(chips, P("data"))
     values = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in inputs()]
-    with pytest.warns(UserWarning, match="partition="):
+    with pytest.warns(UserWarning, match="placement="):
         jax.jit(lambda *x: causal(*x)).trace(*values)
-    jax.jit(lambda *x: causal(*x, partition=P("data"))).trace(*values)
+    jax.jit(lambda *x: causal(*x, placement=P("data"))).trace(*values)
     jax.jit(lambda *x: causal(*x, bias=learned(FIRE()))).trace(*values)
 
 

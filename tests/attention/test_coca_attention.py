@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from posjax import coca, masks
-from posjax.attention.coca import coca_attention
+from posjax.attention import coca_attention
 from posjax.positions import Range
 from posjax.rotary import inverse_frequencies, rotary_table
 

@@ -16,8 +16,9 @@ from refusals import refused
 
 import posjax as pj
 from posjax import masks
-from posjax.attention.sharded import Placement, Sizes, attend_on_mesh, choose, context_attention
-from posjax.attention.sharded.choice import bytes_exchanged, bytes_gathered
+from posjax.attention import attention
+from posjax.attention.placement import bytes_exchanged, bytes_gathered
+from posjax.attention.sharded import Placement, Sizes, attend_on_mesh, choose
 from posjax.bias import T5, ALiBi
 from posjax.layout import Layout
 from posjax.positions import Range
@@ -128,12 +129,12 @@ def projections(rows, length, dtype=np.float32):
 
 
 def spread_attention(placement: Placement, mesh, q, k, v, rows=None, **options):
-    """``context_attention`` over a mesh; inputs and outputs are in the order of the tokens."""
+    """``attention`` over a mesh; inputs and outputs are in the order of the tokens."""
     layout = placement.layout
     take = partial(layout.apply, axis=1)
 
     def inside(_, projected, rows):
-        return context_attention(*projected, placement=placement, **options, **rows)
+        return attention(*projected, placement=placement, **options, **rows)
 
     with jax.set_mesh(mesh):
         call = jax.jit(partial(attend_on_mesh, inside, placement))
@@ -157,7 +158,7 @@ def test_a_ring_against_numpy():
     def inside(sinks, projected, rows):
         mask = CAUSAL & masks.Segments(rows["ids"])
         options = {"bias": ALiBi(), "mask": mask, "sinks": sinks, "softcap": 2.0, "return_residuals": True}
-        return context_attention(*projected, placement=placement, **options)
+        return attention(*projected, placement=placement, **options)
 
     with jax.set_mesh(spread.device_mesh("2x4")):
         placed = [placement.layout.apply(x, 1) for x in (q, k, v)]
@@ -251,7 +252,7 @@ def test_decay_in_a_zigzag_ring():
 
 def attention_over(placement: Placement, mask, projected):
     def inside(_, projected, rows):
-        return context_attention(*projected, placement=placement, mask=mask, implementation="blockwise")
+        return attention(*projected, placement=placement, mask=mask, implementation="blockwise")
 
     return attend_on_mesh(inside, placement, (), projected, {})
 
@@ -312,7 +313,7 @@ def in_a_ring(kind: str, shards: int, **options):
     """Ring attention of queries, keys and values that are in the order of their tokens."""
     placement, mesh = ring_on_one_axis(kind, shards)
     tokens = jax.P(None, "context")
-    inside = partial(context_attention, placement=placement, **options)
+    inside = partial(attention, placement=placement, **options)
     part = jax.shard_map(inside, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     return lambda *qkv: placement.layout.restore(part(*(placement.layout.apply(x, 1) for x in qkv)), 1)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from posjax import masks
+from posjax.attention.call import Call
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
-from posjax.attention.operands import Operands
 from posjax.bias import ContextualBias
 from posjax.positions import Range
 
@@ -27,8 +27,8 @@ def arrays():
 
 def run(function, q, k, v, table, *, mask=BEHIND, softcap=None, **options):
     positions = Range(0, q.shape[3]), Range(0, k.shape[2])
-    operands = Operands(q * SCALE, k, v, ContextualBias(table), mask, *positions, softcap=softcap)
-    return function(operands, q, **options)[:2]
+    call = Call(q, k, v, ContextualBias(table), mask, *positions, softcap=softcap, scale=SCALE)
+    return function(call, **options)[:2]
 
 
 def oracle(q, k, v, table, allowed, softcap=None):

@@ -16,7 +16,7 @@ import pytest
 from attention.tiles import of_tiles
 
 import posjax as pj
-from posjax.attention.api import BACKENDS
+from posjax.attention.platform import BACKENDS
 from posjax.masks import Band, Beyond, Causal, Segments, Window
 
 ROWS, TOKENS, HEADS, SIZE = 2, 52, 4, 8

@@ -239,13 +239,13 @@ REFUSALS = [
     ("q", lambda: pj.Scheme(mask=masks.Dilated(4, (1, 2))).attend(*placed_qkv())),
     ("q", lambda: on_a_mesh("explicit", P(None, "data"))),
     ("q", lambda: on_a_mesh("explicit", P(None, None, None, "data"))),
-    ("partition", lambda: on_a_mesh("auto", P(None, "data"))),
-    ("partition", lambda: on_a_mesh("auto", P("rows"))),
-    ("partition", lambda: on_a_mesh("auto", P(None, None, None, None, "data"))),
-    ("partition", lambda: on_a_mesh("auto", "data")),
+    ("placement", lambda: on_a_mesh("auto", P(None, "data"))),
+    ("placement", lambda: on_a_mesh("auto", P("rows"))),
+    ("placement", lambda: on_a_mesh("auto", P(None, None, None, None, "data"))),
+    ("placement", lambda: on_a_mesh("auto", "data")),
     ("heads", lambda: on_a_mesh("auto", P(None, None, ("data", "tensor")))),
     ("batch", lambda: on_a_mesh("auto", P(("data", "tensor")))),
-    ("partition", lambda: pj.attention(*(inputs()[name] for name in "qkv"), partition=meshes.SPEC)),
+    ("placement", lambda: pj.attention(*(inputs()[name] for name in "qkv"), placement=meshes.SPEC)),
 ]
 
 
@@ -267,5 +267,5 @@ def test_a_partition_may_name_the_mesh_of_the_arrays():
     q, k, v = (inputs()[name] for name in "qkv")
     sharding = NamedSharding(meshes.mesh("auto"), meshes.SPEC)
     other = [meshes.put(meshes.mesh("auto", (2, 4)), x) for x in (q, k, v)]
-    refused("partition", lambda: pj.attention(*other, partition=sharding))
-    meshes.same(jax.jit(partial(pj.attention, partition=sharding))(q, k, v), jax.jit(pj.attention)(q, k, v))
+    refused("placement", lambda: pj.attention(*other, placement=sharding))
+    meshes.same(jax.jit(partial(pj.attention, placement=sharding))(q, k, v), jax.jit(pj.attention)(q, k, v))

@@ -15,8 +15,8 @@ from attention.tiles import in_tiles
 from jax.sharding import AxisType
 
 import posjax as pj
-from posjax.attention.operands import Operands
-from posjax.attention.sharded import Placement, attend_on_mesh, context_attention
+from posjax.attention.call import Call
+from posjax.attention.sharded import Placement, attend_on_mesh
 from posjax.layout import Layout
 from posjax.masks import Causal, Segments
 from posjax.positions import Range
@@ -44,8 +44,9 @@ def attend(q, k, v, **options):
 def tiled(bias, mask):
     """``blockwise`` in tiles that do not divide the rows evenly."""
     q, k, v = (np.moveaxis(x, 2, 1) for x in qkv())
-    x = Operands(q[:, :, None] * SIZE**-0.5, k, v, bias, mask, Range(0, TOKENS), Range(0, TOKENS))
-    return jnp.moveaxis(in_tiles(x, 16, 8).out[:, :, 0], 1, 2)
+    places = Range(0, TOKENS), Range(0, TOKENS)
+    call = Call(q[:, :, None], k, v, bias, mask, *places, scale=SIZE**-0.5)
+    return jnp.moveaxis(in_tiles(call, 16, 8).out[:, :, 0], 1, 2)
 
 
 @jax.jit
@@ -165,9 +166,7 @@ def test_a_bias_that_names_its_axes_is_split_with_its_tokens(strategy):
 
     def over_mesh(bias):
         def inside(_, projected, per_row):
-            return context_attention(
-                *projected, placement=placement, mask=Causal(), implementation="blockwise", **per_row
-            )
+            return pj.attention(*projected, placement=placement, mask=Causal(), implementation="blockwise", **per_row)
 
         placed = Weighted(*(layout.apply(x, 2) for x in (bias.asks, bias.weights)))
         out = attend_on_mesh(inside, placement, (), [layout.apply(x, 1) for x in (q, k, v)], {"bias": placed})

@@ -14,7 +14,7 @@ from decoders import NAMES, preset
 
 import posjax as pj
 from posjax import bias, masks
-from posjax.attention.api import BACKENDS
+from posjax.attention.platform import BACKENDS
 from posjax.masks import Beyond, Causal, Segments, Window
 from posjax.remap import Branch
 

@@ -13,13 +13,14 @@ import pytest
 from attention.tiles import of_tiles
 from jax.experimental.pallas import tpu as pltpu
 
-from posjax.attention.backends import DENSE, TPU
-from posjax.attention.operands import Operands, RemappedPair
+from posjax.attention.call import Call, RemappedPair
+from posjax.attention.platform import BACKENDS as EVERYWHERE
 from posjax.attention.rows import Rows
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
+from posjax.attention.tpu.backend import TPU
 from posjax.attention.tpu.blocks import TARGETS
-from posjax.attention.tpu.call import LOG2E
+from posjax.attention.tpu.inputs import LOG2E
 from posjax.bias import FoX, LinearBias
 from posjax.masks import Beyond, Causal, Segments
 from posjax.positions import Range
@@ -36,7 +37,7 @@ def on_tpu(chip: str, bounded: bool) -> TPU:
 
 
 BACKENDS = {
-    "dense": DENSE,
+    "dense": EVERYWHERE["dense"],
     "blockwise": of_tiles(32, 48),
     "tpu": on_tpu("TPU v5 lite", False),
     "tpu with a bound": on_tpu("TPU v6 lite", True),
@@ -62,7 +63,7 @@ LEARNED = {"alibi": ("slopes",), "fox": ("q_gates", "kv_gates"), "remap": ("q_re
 OF_KEYS = ("k", "v", "kv_gates", "k_remapped")
 
 
-def operands(floats: dict, ids, start) -> Operands:
+def call(floats: dict, ids, start) -> Call:
     """All queries over the keys from ``start`` on, whose documents are ``ids``."""
     bias, remap = None, ()
     if "slopes" in floats:
@@ -73,11 +74,12 @@ def operands(floats: dict, ids, start) -> Operands:
     else:
         remap = (RemappedPair(floats["q_remapped"], floats["k_remapped"], Beyond(40)),)
     at = Range(0, TOKENS), Range(start, ids.shape[1])
-    return Operands(floats["q"], floats["k"], floats["v"], bias, Causal() & Segments(IDS, ids), *at, remap)
+    mask = Causal() & Segments(IDS, ids)
+    return Call(floats["q"], floats["k"], floats["v"], bias, mask, *at, remap, scale=SCALE)
 
 
 def halves(floats: dict) -> list[tuple]:
-    """The arguments of ``operands`` for either half of the keys."""
+    """The arguments of ``call`` for either half of the keys."""
     cuts = [slice(start, start + HALF) for start in (0, HALF)]
     own = [{n: a[:, :, cut] if n in OF_KEYS else a for n, a in floats.items()} for cut in cuts]
     return [(part, IDS[:, cut], cut.start) for part, cut in zip(own, cuts, strict=True)]
@@ -87,7 +89,7 @@ def of_whole_rows(made: dict, names: tuple) -> tuple:
     """Output, log-sum-exp and the gradients of all inputs."""
 
     def run(floats):
-        return DENSE.forward(operands(floats, IDS, 0), SCALE)
+        return EVERYWHERE["dense"].forward(call(floats, IDS, 0))
 
     floats = {name: jnp.asarray(made[name]) for name in ("q", "k", "v", *names)}
 
@@ -127,15 +129,15 @@ def test_parts_are_merged_into_whole_rows_and_their_gradients_add_up(name, bias,
         shape = floats["q"].shape
         nothing = jnp.full(shape[:-1], -jnp.inf)
         merged = Rows(jnp.zeros(shape, jnp.float32), nothing, jnp.zeros(shape[:-1]), nothing)
-        x = operands(floats, IDS, 0)
+        x = call(floats, IDS, 0)
         per_query = backend.per_query_of(x, in_base_of(backend, rows), cotangents(made, rows))
 
         def step(so_far, part):
-            x, (merged, d_q) = operands(*part), so_far
-            merged = backend.merge(x, SCALE, merged)
+            x, (merged, d_q) = call(*part), so_far
+            merged = backend.merge(x, merged)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), differentiable_leaves(x))
             counted_once = per_query._replace(d_lse=per_query.d_lse * (part[-1] == 0))
-            sums = backend.add(x, SCALE, counted_once, dataclasses.replace(zeros, q=d_q))
+            sums = backend.add(x, counted_once, dataclasses.replace(zeros, q=d_q))
             return (merged, sums.q), {"k": sums.k, "v": sums.v} | of_parameters(sums, learned)
 
         both = jax.tree.map(lambda *parts: jnp.stack(parts), *halves(floats))
@@ -156,7 +158,7 @@ def test_parts_are_merged_into_whole_rows_and_their_gradients_add_up(name, bias,
         np.testing.assert_allclose(got[key], want[key], atol=1e-5 * size, err_msg=key)
 
 
-def of_parameters(sums: Operands, names: tuple) -> dict:
+def of_parameters(sums: Call, names: tuple) -> dict:
     """The gradients of the learned parameters."""
     if sums.remap:
         return {"q_remapped": sums.remap[0].q, "k_remapped": sums.remap[0].k}
@@ -164,24 +166,24 @@ def of_parameters(sums: Operands, names: tuple) -> dict:
 
 
 def in_base_of(backend, rows: Rows) -> Rows:
-    """The results of ``DENSE`` as the backend has them: the kernels for TPUs have logits in base 2."""
+    """The results of the dense backend as the backend has them: the kernels for TPUs have logits in base 2."""
     return rows._replace(subtracted=rows.lse * LOG2E) if isinstance(backend, TPU) else rows
 
 
-def differentiable_leaves(x: Operands) -> Operands:
-    """The operands, with None for every leaf that has no gradient."""
-    x = dataclasses.replace(x, q_positions=None, kv_positions=None)
+def differentiable_leaves(x: Call) -> Call:
+    """The call, with None for every leaf that has no gradient."""
+    x = dataclasses.replace(x, q_positions=None, kv_positions=None, scale=1.0)
     return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, x)
 
 
 def test_a_part_that_sees_nothing_leaves_everything_as_it_was():
     """Also where the bound is so far above the log-sum-exp so far that sums relative to it would underflow."""
     made, backend = values(BESIDE), BACKENDS["tpu with a bound"]
-    x = operands({name: made[name] for name in ("q", "k", "v", "slopes")}, IDS, 0)
+    x = call({name: made[name] for name in ("q", "k", "v", "slopes")}, IDS, 0)
     hidden = dataclasses.replace(x, k=1e6 * x.k, mask=Causal(), kv_positions=Range(TOKENS, TOKENS))
     lse = jnp.asarray(made["d_lse"]) - 200
     rows = in_base_of(backend, Rows(jnp.asarray(made["d_out"]), lse, jnp.zeros_like(lse), lse))
-    got = jax.device_get(jax.jit(partial(backend.merge, hidden, SCALE))(rows))
+    got = jax.device_get(jax.jit(partial(backend.merge, hidden))(rows))
     for one, other in zip(got[:2], rows[:2], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     exact = [np.float64(each.subtracted) + np.float64(each.rest) * LOG2E for each in (got, rows)]

@@ -11,9 +11,9 @@ from attention.own_methods import EachHead, Rows, SameGroup, Strided, Weighted, 
 from refusals import refused
 
 import posjax as pj
+from posjax.attention import attention, coca_attention
 from posjax.attention.cache import Cache
-from posjax.attention.coca import coca_attention
-from posjax.attention.sharded import Placement, context_attention
+from posjax.attention.sharded import Placement
 from posjax.bias import T5, ALiBi, CoPE, FoX
 from posjax.masks import Beyond, Causal, Dilated, FirstTokens, Segments, Window
 from posjax.positions import Range
@@ -135,7 +135,7 @@ NEEDS_POSITIONS = [
 ]
 REFUSED += [("q_positions", call(FEWER, **options)) for options in NEEDS_POSITIONS]
 REFUSED += [
-    ("q_positions", lambda: context_attention(FEWER, K, V, mask=Causal(), placement=ONE_DEVICE)),
+    ("q_positions", lambda: attention(FEWER, K, V, mask=Causal(), placement=ONE_DEVICE)),
 ]
 
 

@@ -4,6 +4,8 @@ The oracle is softmax in float64 over the logits that float32 gives. Under a mas
 so a query whose keys all have it takes the mean of their values, as in transformers.
 """
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,10 @@ from attention.tiles import in_tiles
 
 import posjax as pj
 from posjax.attention.api import finished
-from posjax.attention.backends import DENSE
-from posjax.attention.operands import Operands
-from posjax.attention.operation import attend_here
-from posjax.attention.sharded import Placement, context_attention
+from posjax.attention.call import Call
+from posjax.attention.platform import BACKENDS as EVERYWHERE
+from posjax.attention.platform import computed, everywhere
+from posjax.attention.sharded import Placement
 from posjax.bias import T5
 from posjax.masks import Causal, Segments
 from posjax.positions import Range
@@ -73,14 +75,14 @@ def close(got: tuple, want: tuple) -> None:
         np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max())
 
 
-def on_operands(backend):
+def on_call(backend):
     """A backend as a function of q, k, v and T5's table, causal."""
 
     def run(q, k, v, table):
         places = Range(0, TOKENS), Range(0, TOKENS)
         bias = SPEC.bind({"table": table}, num_heads=1)
         q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
-        return finished(backend(Operands(q[:, :, None], k, v, bias, Causal(), *places)), None, True)
+        return finished(backend(Call(q[:, :, None], k, v, bias, Causal(), *places)), None, True)
 
     return run
 
@@ -92,7 +94,7 @@ def ring(q, k, v, table):
     def run(q, k, v, table):
         bias = SPEC.bind({"table": table}, num_heads=1)
         options = {"bias": bias, "mask": Causal(), "scale": 1.0, "return_residuals": True}
-        return context_attention(q, k, v, placement=Placement(context="context", strategy="ring"), **options)
+        return pj.attention(q, k, v, placement=Placement(context="context", strategy="ring"), **options)
 
     tokens = jax.sharding.PartitionSpec(None, "context")
     specs = (tokens, tokens, tokens, jax.sharding.PartitionSpec())
@@ -100,10 +102,10 @@ def ring(q, k, v, table):
 
 
 BACKENDS = {
-    "dense": on_operands(lambda x: DENSE.forward(x, 1.0)),
-    "blockwise": on_operands(lambda x: in_tiles(x, 64, 96)),
-    "tpu": on_operands(lambda x: attend_here(on_tpu("TPU v5 lite", False), x, 1.0)),
-    "tpu with a bound": on_operands(lambda x: attend_here(on_tpu("TPU v6 lite", True), x, 1.0)),
+    "dense": on_call(EVERYWHERE["dense"].forward),
+    "blockwise": on_call(lambda call: in_tiles(call, 64, 96)),
+    "tpu": on_call(partial(computed, everywhere(on_tpu("TPU v5 lite", False)))),
+    "tpu with a bound": on_call(partial(computed, everywhere(on_tpu("TPU v6 lite", True)))),
     "ring": ring,
 }
 
@@ -182,8 +184,8 @@ def test_a_nan_in_the_gradient_of_padding_reaches_nothing(implementation):
             return pj.attention(q, k, v, implementation=implementation, **options)
         places = Range(0, TOKENS), Range(0, TOKENS)
         q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
-        x = Operands(q[:, :, None], k, v, None, options["mask"], *places)
-        return finished(attend_here(on_tpu("TPU v5 lite", False), x, 1.0), sinks, False)
+        call = Call(q[:, :, None], k, v, None, options["mask"], *places)
+        return finished(computed(everywhere(on_tpu("TPU v5 lite", False)), call), sinks, False)
 
     def found(d_out):
         return jax.vjp(lambda arrays: run(**arrays), {name: made[name] for name in "qkv"} | {"sinks": sinks})[1](d_out)[

@@ -7,8 +7,8 @@ import pytest
 from attention import spread
 
 import posjax as pj
+from posjax.attention.placement import STRATEGIES, strategy_refusal
 from posjax.attention.sharded import Sizes
-from posjax.attention.sharded.choice import STRATEGIES, strategy_refusal
 from posjax.layout import KINDS, Layout
 
 ALL = {**spread.CASES, **spread.WINDOWS, **spread.WHOLE_ROWS, **spread.PER_HEAD}

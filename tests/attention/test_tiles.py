@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.operands import Operands, RemappedPair
+from posjax.attention.call import Call, RemappedPair
 from posjax.attention.tiles import AHEAD, BEHIND, NEAR, Blocks, Kind, TilePlan, plan_tiles
 from posjax.masks import (
     ArrayMask,
@@ -89,14 +89,14 @@ cases_and_blocks = pytest.mark.parametrize(
 )
 
 
-def operands(case: Case) -> Operands:
+def call(case: Case) -> Call:
     q, k = np.zeros((2, 1, 1, QUERIES, 1), np.float32), np.zeros((2, 1, KEYS, 1), np.float32)
     remap = tuple(RemappedPair(q, k, where) for where in case.remap)
-    return Operands(q, k, k, None, case.mask, case.q_positions, case.kv_positions, remap)
+    return Call(q, k, k, None, case.mask, case.q_positions, case.kv_positions, remap)
 
 
 def planned(case: Case, blocks: Blocks):
-    return plan_tiles(operands(case), blocks, constant_from=case.constant_from, ahead=case.ahead)
+    return plan_tiles(call(case), blocks, constant_from=case.constant_from, ahead=case.ahead)
 
 
 def traced(case: Case) -> dict:
@@ -166,7 +166,7 @@ def test_plans_of_traced_positions_are_the_same(case, blocks):
 
     @jax.jit
     def run(moved, ahead):
-        x = operands(dataclasses.replace(case, **moved))
+        x = call(dataclasses.replace(case, **moved))
         found = plan_tiles(x, blocks, constant_from=case.constant_from, ahead=ahead)
         kinds.extend(found.kinds)
         return found.grid
@@ -199,7 +199,7 @@ def test_rows_that_share_tiles_visit_what_any_of_them_needs():
     case = Case("rows", ArrayMask(rows))
     whole, masked = Kind((0,), False), Kind((0,), True)
     blocks = Blocks(8, 12)
-    apart, shared = (plan_tiles(operands(case), blocks, together=together) for together in (False, True))
+    apart, shared = (plan_tiles(call(case), blocks, together=together) for together in (False, True))
     assert apart.kinds == (whole,)
     np.testing.assert_array_equal(apart.grid, [[[1, 0, 0], [1, 1, 1], [0, 0, 0]], [[0, 1, 0], [1, 1, 1], [0, 0, 0]]])
     assert shared.kinds == (whole, masked)
@@ -209,6 +209,6 @@ def test_rows_that_share_tiles_visit_what_any_of_them_needs():
 def test_a_tile_is_whole_if_it_is_whole_for_all_heads_and_empty_if_for_all():
     heads = np.zeros((1, 2, QUERIES, KEYS), bool)
     heads[:, 0, :12] = heads[:, 1, :12, :18] = True
-    found = plan_tiles(operands(Case("heads", ArrayMask(heads))), Blocks(12, 18))
+    found = plan_tiles(call(Case("heads", ArrayMask(heads))), Blocks(12, 18))
     assert found.kinds == (Kind((0,), False), Kind((0,), True))
     np.testing.assert_array_equal(found.grid, [[[1, 2], [0, 0]]])

@@ -20,12 +20,13 @@ from refusals import refused
 from posjax import masks
 from posjax._shapes import grouped
 from posjax.attention.api import finished
-from posjax.attention.backends import TPU
+from posjax.attention.call import Call, RemappedPair
 from posjax.attention.dense import dense
-from posjax.attention.operands import Operands, RemappedPair, vary_alike
-from posjax.attention.operation import attend_here
+from posjax.attention.logits import vary_alike
+from posjax.attention.platform import computed, everywhere
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
+from posjax.attention.tpu.backend import TPU
 from posjax.attention.tpu.blocks import TARGETS
 from posjax.bias import FIRE, T5, ALiBi, FoX, Kerple
 from posjax.masks import Beyond, Causal, Chunked, ChunksApart, Dilated, FirstTokens, Segments, Window
@@ -197,7 +198,7 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
     """Output and log-sum-exp, sinks included, ``[batch, tokens, heads, ...]``."""
     scale, slots = case.size**-0.5, dict(placed)
     where = slots.pop("where")
-    operands = Operands(
+    arguments = Call(
         grouped(scale * values["q"], case.kv_heads),
         jnp.moveaxis(values["k"], 1, 2),
         jnp.moveaxis(values["v"], 1, 2),
@@ -209,7 +210,7 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
         softcap=case.softcap,
         **slots,
     )
-    return finished(backend(operands), values.get("sinks"), True)
+    return finished(backend(arguments), values.get("sinks"), True)
 
 
 def kernel(case: Case):
@@ -224,11 +225,10 @@ def kernel(case: Case):
     def narrow(q):
         return (q * entry.LOG2E).astype(case.dtype)
 
-    def run(x: Operands) -> tuple:
-        if case.dtype == np.float32:
-            return attend_here(TPU(options), x, 1.0)
-        remap = tuple(dataclasses.replace(branch, q=narrow(branch.q)) for branch in x.remap)
-        return attend_here(TPU(options), dataclasses.replace(x, q=narrow(x.q), remap=remap), 1 / entry.LOG2E)
+    def run(x: Call) -> tuple:
+        if case.dtype != np.float32:
+            x = dataclasses.replace(x.with_queries(narrow), scale=1 / entry.LOG2E)
+        return computed(everywhere(TPU(options)), x)
 
     return run
 
@@ -392,12 +392,14 @@ def test_a_bias_that_rises_with_distance_does_not_overflow_under_a_bound():
 
 def test_float32_is_multiplied_at_the_highest_precision():
     """At the default one, a TPU would round the factors to bfloat16."""
-    case = Case("precision", queries=128, keys=128)
+    x = jnp.ones((1, 1, 1, 128, 128))
+    arguments, kernels = Call(x, x[0], x[0], None, None, Range(0, 128), Range(0, 128)), TPU(entry.Options())
 
-    def run(values):
-        return jax.value_and_grad(lambda values: loss_of(call(case, kernel(case), values, places(case))))(values)
+    def run(arguments):
+        rows = kernels.forward(arguments)
+        return kernels.backward(arguments, kernels.per_query_of(arguments, rows, rows), of_bias=False)
 
-    products = str(jax.make_jaxpr(run)(inputs(case))).split("dot_general[")[1:]
+    products = str(jax.make_jaxpr(run)(arguments)).split("dot_general[")[1:]
     assert len(products) == 7  # forward two, backward five
     for product in products:
         assert "HIGHEST" in product.split("preferred_element_type")[0]
@@ -428,7 +430,7 @@ def test_a_bias_by_distance_is_taken_up_to_the_last_int32_and_up_to_half_of_fast
     def why(tokens, q_start=0, kv_start=0):
         q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, 64), jnp.bfloat16) for shape in ((1, tokens), (tokens,)))
         bias = T5(num_buckets=8, max_distance=40).bind({"table": np.zeros((8, 1))}, num_heads=1)
-        return entry.refusal(Operands(q, kv, kv, bias, None, Range(q_start, tokens), Range(kv_start, tokens)))
+        return entry.refusal(Call(q, kv, kv, bias, None, Range(q_start, tokens), Range(kv_start, tokens)))
 
     assert why(128, 2**31 - 129) is None
     assert "int32" in why(128, 2**31 - 128)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posjax.attention.operands import Operands
+from posjax.attention.call import Call
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu.blocks import TARGETS, Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
@@ -14,17 +14,17 @@ from posjax.masks import Causal, Window
 from posjax.positions import Range
 
 
-def operands(queries, keys, mask=None, size=128, places=None, **options) -> Operands:
+def call(queries, keys, mask=None, size=128, places=None, **options) -> Call:
     q, kv = (jax.ShapeDtypeStruct((1, 1, *shape, size), jnp.bfloat16) for shape in ((1, queries), (keys,)))
     places = (Range(0, queries), Range(0, keys)) if places is None else places
-    return Operands(q, kv, kv, options.pop("bias", None), mask, *places, **options)
+    return Call(q, kv, kv, options.pop("bias", None), mask, *places, **options)
 
 
 @pytest.mark.parametrize("run", [128, 1152, 4096])
 def test_no_tile_holds_tokens_of_two_runs(run):
     """A bias relative to the first token of a block would lose precision across the gap between runs."""
     places = np.concatenate([np.arange(run), np.arange(run) + 2**20]).astype(np.int32)
-    x = operands(2 * run, 2 * run, Causal(), places=(places, places), run=run)
+    x = call(2 * run, 2 * run, Causal(), places=(places, places), run=run)
     for chip in TARGETS.values():
         for blocks in (cheapest_forward(chip, x), cheapest_backward(chip, x)):
             assert run % blocks.q == run % blocks.k == 0
@@ -54,7 +54,7 @@ def test_the_blocks_of_the_fewest_cycles_are_taken(chip, queries, keys, mask):
 
     A row of tiles costs ``cycles Q / q``; backward, ``cycles K / k``.
     """
-    x = operands(queries, keys, mask, 64)
+    x = call(queries, keys, mask, 64)
     kernels = ((cheapest_forward, FORWARD, fit, 0), (cheapest_backward, BACKWARD, divide, 1))
     for cheapest, tables, made_to_fit, outer in kernels:
         cycles = {}
@@ -71,7 +71,7 @@ def test_the_blocks_of_the_fewest_cycles_are_taken(chip, queries, keys, mask):
 def test_tiles_at_the_last_positions_of_int32_are_those_of_other_positions():
     """The padding of 1,100 tokens would pass the largest int32."""
     ends = [Range(start, 1100) for start in (2**31 - 1100, 0)]
-    last, first = (operands(1100, 1100, Causal(), places=(at, at)) for at in ends)
+    last, first = (call(1100, 1100, Causal(), places=(at, at)) for at in ends)
     for chip in TARGETS.values():
         assert cheapest_forward(chip, last) == cheapest_forward(chip, first)
 
@@ -79,7 +79,7 @@ def test_tiles_at_the_last_positions_of_int32_are_those_of_other_positions():
 @pytest.mark.parametrize("places", [(Range(jnp.int32(0), 2048),) * 2, (np.arange(2048),) * 2], ids=["traced", "arrays"])
 def test_tiles_of_unknown_positions_are_those_of_causal_ones(places):
     for chip in TARGETS.values():
-        known, found = (operands(2048, 2048, Causal(), places=at) for at in (None, places))
+        known, found = (call(2048, 2048, Causal(), places=at) for at in (None, places))
         assert cheapest_forward(chip, found) == cheapest_forward(chip, known)
         assert cheapest_backward(chip, found) == cheapest_backward(chip, known)
 
@@ -123,12 +123,12 @@ BACK = 2 * 2 * 3 * 1024 * 256 + 3 * 4 * 1024 * 128 + 4 * 1024 * 256 + 2 * 2 * 10
 )
 def test_tiles_that_do_not_fit_fast_memory_are_halved(cheapest, options, most):
     bias = T5().bind({"table": np.zeros((32, 1))}, num_heads=1) if options.get("by_distance") else None
-    x, running = operands(4096, 4096, bias=bias), options.get("running", False)
+    x, running = call(4096, 4096, bias=bias), options.get("running", False)
     whole, half = (cheapest(Target("v4", bytes_, wide=False), x, running) for bytes_ in (most, most - 1))
     assert whole == ((1024, 2048, 512) if cheapest is cheapest_forward else (1024, 1024, 512))
     assert half == (whole.q // 2, whole.k // 2, 512)
 
 
 def test_tiles_are_halved_down_to_256_queries():
-    found = [cheapest_forward(Target("v4", vmem, wide=False), operands(4096, 4096)) for vmem in (QUARTER, 1)]
+    found = [cheapest_forward(Target("v4", vmem, wide=False), call(4096, 4096)) for vmem in (QUARTER, 1)]
     assert found == [Blocks(512, 1024, 512), Blocks(256, 512, 256)]

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from posjax.attention.backends import TPU
-from posjax.attention.operands import Operands
-from posjax.attention.operation import attend_here
+from posjax.attention.call import Call
+from posjax.attention.platform import computed, everywhere
 from posjax.attention.tpu import blocks
+from posjax.attention.tpu.backend import TPU
 from posjax.attention.tpu.entry import Options
 from posjax.bias import T5, ALiBi, ForgetBias, Kerple
 from posjax.masks import Beyond, Causal, ChunksApart, FirstTokens, Mask, Segments, Window
@@ -70,8 +70,8 @@ def program(
 
     def run(values, ids):
         values = values | {key: jnp.moveaxis(values[key], 1, -2) for key in features}
-        x = Operands(values["q"], values["k"], values["v"], **slots(name, values, ids, heads))
-        out, lse = attend_here(TPU(Options(on=on)), x, size**-0.5)[:2]
+        call = Call(values["q"], values["k"], values["v"], **slots(name, values, ids, heads), scale=size**-0.5)
+        out, lse = computed(everywhere(TPU(Options(on=on))), call)[:2]
         return jnp.moveaxis(out, -2, 1), lse
 
     def gradients(values, ids, d_out):

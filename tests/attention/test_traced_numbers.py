@@ -11,7 +11,7 @@ from attention.tiles import of_tiles
 
 import posjax as pj
 from posjax import masks
-from posjax.attention.api import BACKENDS
+from posjax.attention.platform import BACKENDS
 from posjax.masks import Causal, Chunked, FirstTokens, Window
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 13, 4, 2, 8

@@ -14,7 +14,6 @@ from decoders import (
     GROUPS,
     LENGTH,
     NAMES,
-    VARIANTS,
     VOCAB,
     assert_same,
     compiled,
@@ -57,11 +56,6 @@ def settings(request):
 
 
 # --- every preset -----------------------------------------------------------------------------------------------------
-
-
-def test_every_preset_is_alone_or_in_a_group_or_a_variant():
-    known = {*ALONE, *" ".join(GROUPS.values()).split(), *VARIANTS.split()}
-    assert known ^ set(NAMES) == set(), "tests/decoders.py: GROUPS, or VARIANTS"
 
 
 def test_preset_trains_every_parameter(settings):

@@ -125,6 +125,11 @@ class Unbound(pj.bias.BiasSpec):
     pass
 
 
+@dataclasses.dataclass(frozen=True)
+class WithoutFactor(pj.scales.Scale):
+    pass
+
+
 def layers(*schemes, repeats=1):
     return Layers(((schemes, repeats),))
 
@@ -196,7 +201,7 @@ CALLS = [
     ("BiasSpec", lambda: pj.register("bias", "mine", Loose)),
     ("bind", lambda: pj.register("bias", "mine", Unbound)),
     ("hashable", lambda: pj.register("bias", "mine", Unhashable)),
-    ("factor", lambda: pj.register("scale", "mine", Loose)),
+    ("factor", lambda: pj.register("scale", "mine", WithoutFactor)),
 ]
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from posjax import nn
 from posjax._checks import check
-from posjax.attention.sharded import Placement
+from posjax.attention.placement import Placement
 from posjax.training_positions import Drawn
 from train.evaluate.mesh import computed, placement, split_cache, with_whole_head
 from train.evaluate.predictor import NOT_FINITE, Predictor, RowLayout, best

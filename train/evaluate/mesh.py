@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from posjax import nn
 from posjax.attention.cache import Cache
-from posjax.attention.sharded import Placement
+from posjax.attention.placement import Placement
 from posjax.layout import Layout
 from posjax.nn.decoder import DecoderCache
 from train.config import Config

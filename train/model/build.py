@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 
 from posjax import nn
 from posjax._checks import check
-from posjax.attention.sharded import Placement
+from posjax.attention.placement import Placement
 from posjax.layout import Layout
 from posjax.nn.huggingface import read_config
 from posjax.nn.huggingface.load import named_parameters

@@ -1,4 +1,4 @@
-"""An attention call whose tokens are split over devices, and how to cut and join its arrays along the tokens.
+"""A call whose tokens are split over devices: how to cut and join its arrays along the tokens.
 
 The query side of a call stays on its device: ``q``, remapped queries, the scale, and the query side of positions, mask
 and bias. The key side is sent: ``k``, ``v``, remapped keys, and the key side of positions, mask and bias.
@@ -7,49 +7,15 @@ and bias. The key side is sent: ``k``, ``v``, remapped keys, and the key side of
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._axes import Names, WithAxes, each, map_tokens
-from posjax.attention.operands import LANES, Operands, merge_heads, split_heads
+from posjax._axes import map_tokens
+from posjax.attention.call import Call
 from posjax.layout import Layout
 from posjax.positions import Positions, Range, as_array
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["x", "scale"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class Call(WithAxes):
-    """Operands, whose queries are not scaled yet, and the scale.
-
-    Positions are arrays over this device's tokens, or a ``Range`` over the whole sequence, which ``Line`` splits.
-    """
-
-    x: Operands
-    scale: Any
-
-    axes: ClassVar = {"scale": ("batch", "kv_heads", "group", "queries", "size")}
-
-    def halves(self) -> tuple["Call", "Call"]:
-        """The calls of the first and of the second half of the heads."""
-        heads, group = self.x.q.shape[1] // 2, self.x.q.shape[2]
-
-        def half(array, names: Names, n: int):
-            return _half(array, names.index("kv_heads"), n) if "kv_heads" in names else array
-
-        def part(n: int) -> "Call":
-            found = each(self, partial(half, n=n))
-            x = found.x.with_slots(lambda slot: slot.heads(n * heads * group, heads * group))
-            return dataclasses.replace(found, x=x)
-
-        return part(0), part(1)
-
-    def at(self, q_positions: Positions, kv_positions: Positions) -> "Call":
-        """The call at other positions."""
-        return Call(dataclasses.replace(self.x, q_positions=q_positions, kv_positions=kv_positions), self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +84,13 @@ class Line:
     def placed(self, pieces: Call, i, j, source) -> Call:
         """The call of cut-out pieces: query piece ``i`` of this group, key piece ``j`` of ``source``, and positions."""
         run = None if self.split else self.length // (self.shards * self.groups.chunks)
-        x = dataclasses.replace(pieces.x, run=run)
-        positions = self._placed(x.q_positions, self.shard, i), self._placed(x.kv_positions, source, j)
-        return Call(x, pieces.scale).at(*positions)
+        positions = self._placed(pieces.q_positions, self.shard, i), self._placed(pieces.kv_positions, source, j)
+        return dataclasses.replace(pieces, run=run).at(*positions)
 
     def queries(self, call: Call, i) -> Call:
         """Query piece ``i`` of this group, with all keys."""
-        found = map_tokens(call, self.cut(i), keep)
-        return found.at(self._placed(found.x.q_positions, self.shard, i), found.x.kv_positions)
+        part = map_tokens(call, self.cut(i), keep)
+        return part.at(self._placed(part.q_positions, self.shard, i), part.kv_positions)
 
     def stored(self, n, whole, piece, axis: int):
         """``whole`` with ``piece`` as piece ``n``."""
@@ -135,18 +100,6 @@ class Line:
 
     def _placed(self, positions: Positions, shard, n) -> Positions:
         return self.positions(positions, shard, n) if isinstance(positions, Range) else positions
-
-
-def _half(array, axis: int, n: int):
-    """A half along an axis; heads are split in the layout of ``merge_heads``, so that the transpose makes no copy."""
-    if array.shape[axis] == 1:
-        return array
-    size = array.shape[axis] // 2
-    if axis != 1 or array.shape[-1] % LANES:
-        return jax.lax.split(array, (size, size), axis)[n]
-    flat, heads = merge_heads(array), (size, *array.shape[2:-2])
-    columns = flat.shape[-1] // 2
-    return split_heads(jax.lax.split(flat, (columns, columns), flat.ndim - 1)[n], heads)
 
 
 def taken(array, order: np.ndarray, axis: int):

@@ -2,7 +2,7 @@
 
 With ``n`` groups, in step ``s`` group ``r`` holds the keys of group ``r - s`` modulo ``n``; it sends them before it
 reads them, so that a compiler can send the next keys during compute. Every step merges the results of its keys into
-those of the keys so far (see ``posjax.attention.backends``).
+those of the keys so far (see ``posjax.attention.backend``).
 
 The backward pass is a second ring. With the weights ``P = exp(S - L)`` and ``D = rowsum(dO * O) - dL`` of the *whole*
 sequence the gradients of each part are independent,
@@ -27,12 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from posjax._axes import each
+from posjax._axes import Names, each
 from posjax._numbers import is_number
-from posjax.attention.api import parts_by
-from posjax.attention.operands import (
+from posjax.attention.call import Call
+from posjax.attention.logits import (
     LANES,
-    Operands,
     like_zeros,
     merge_heads,
     no_gradient,
@@ -40,9 +39,9 @@ from posjax.attention.operands import (
     statistics_dtype,
     taken_apart,
 )
-from posjax.attention.operation import Backends, add, merge, per_query_of
+from posjax.attention.platform import Backends, add, backends_of_parts, merge, per_query_of
 from posjax.attention.rows import PerQuery, Rows, named
-from posjax.attention.sharded.line import Call, Line
+from posjax.attention.sharded.line import Line
 from posjax.masks import block_bounds
 from posjax.positions import Range
 
@@ -51,11 +50,10 @@ _TOKENS = (-2, -1, -1, -1)
 
 
 class RingConfig(NamedTuple):
-    """The static part: the split of the sequence, the backends, and the scale of the queries if it is a number."""
+    """The static part: the split of the sequence, and the backends."""
 
     line: Line
     backends: Backends
-    scale: float | None
 
 
 def ring(line: Line, implementation: str | None, call: Call) -> Rows:
@@ -63,13 +61,40 @@ def ring(line: Line, implementation: str | None, call: Call) -> Rows:
 
     The leaves of the call vary over the same mesh axes.
     """
-    halves = call.halves() if line.shards > 2 and call.x.k.shape[1] % 2 == 0 else (call,)
-    static = is_number(call.scale)
-    config = RingConfig(line, parts_by(implementation, halves[0].x), call.scale if static else None)
-    found = _ring(config, tuple(dataclasses.replace(half, scale=None) for half in halves) if static else halves)
-    (out, *numbers), outputs = zip(*found, strict=True), _outputs(call.x)
+    halves = _split_heads(call) if line.shards > 2 and call.k.shape[1] % 2 == 0 else (call,)
+    results = _ring(RingConfig(line, backends_of_parts(implementation, halves[0])), halves)
+    out, *numbers = zip(*results, strict=True)
+    outputs = _outputs(call)
     out = outputs.unpacked(jnp.concatenate(out, 1 if outputs.heads is None else -1))
     return Rows(out, *(jnp.concatenate(each, 1) for each in numbers))
+
+
+def _split_heads(call: Call) -> tuple[Call, Call]:
+    """The calls of the first and of the second half of the heads."""
+    heads = call.q.shape[1] // 2
+    group = call.q.shape[2]
+
+    def half(array, names: Names, n: int):
+        return _half(array, names.index("kv_heads"), n) if "kv_heads" in names else array
+
+    def part(n: int) -> Call:
+        arrays = each(call, partial(half, n=n))
+        return arrays.with_slots(lambda slot: slot.heads(n * heads * group, heads * group))
+
+    return part(0), part(1)
+
+
+def _half(array, axis: int, n: int):
+    """A half along an axis; heads are split in the layout of ``merge_heads``, so that the transpose makes no copy."""
+    if array.shape[axis] == 1:
+        return array
+    size = array.shape[axis] // 2
+    if axis != 1 or array.shape[-1] % LANES:
+        return jax.lax.split(array, (size, size), axis)[n]
+    flat = merge_heads(array)
+    heads = (size, *array.shape[2:-2])
+    columns = flat.shape[-1] // 2
+    return split_heads(jax.lax.split(flat, (columns, columns), flat.ndim - 1)[n], heads)
 
 
 def _attended(config: RingConfig, calls: tuple[Call, ...]) -> tuple:
@@ -118,13 +143,13 @@ class _Side(NamedTuple):
         return array if self.heads is None else merge_heads(array)
 
     def unpacked(self, array):
-        """The array in the layout of ``Operands``."""
+        """The array in the layout of ``Call``."""
         return array if self.heads is None else split_heads(array, self.heads)
 
 
-def _outputs(x: Operands) -> _Side:
+def _outputs(call: Call) -> _Side:
     """The side of outputs and their gradients."""
-    return _Side(False, -2, x.q.shape[1:3] if x.v.shape[-1] % LANES == 0 else None)
+    return _Side(False, -2, call.q.shape[1:3] if call.v.shape[-1] % LANES == 0 else None)
 
 
 def _sides(tree: Any) -> list[_Side]:
@@ -135,7 +160,8 @@ def _sides(tree: Any) -> list[_Side]:
         if tokens is None or isinstance(array, Range):
             return array
         heads = array.shape[1:-2] if "size" in names and array.shape[-1] % LANES == 0 else None
-        of_keys, is_whole = tokens == "keys", not jnp.issubdtype(array.dtype, jnp.inexact)
+        of_keys = tokens == "keys"
+        is_whole = not jnp.issubdtype(array.dtype, jnp.inexact)
         return _Side(of_keys, names.index(tokens) - len(names), heads, of_keys and is_whole)
 
     leaves = jax.tree.leaves(each(tree, side), is_leaf=lambda leaf: isinstance(leaf, _Side))
@@ -163,7 +189,8 @@ class _Half:
     @staticmethod
     def of(config: RingConfig, call: Call, step: int) -> "_Half":
         """The half for a call, whose keys are sent in the direction ``step``."""
-        (leaves, structure), sides = jax.tree.flatten(call), _sides(call)
+        leaves, structure = jax.tree.flatten(call)
+        sides = _sides(call)
 
         def stored(side: _Side, leaf):
             return jax.lax.all_gather(leaf, config.line.axis) if side.gathered else side.packed(leaf)
@@ -182,7 +209,8 @@ class _Half:
 
     def with_keys(self, keys: list, source) -> list:
         """The packed leaves of the call with the keys of group ``source``; ``keys`` are those that were sent here."""
-        keys, device = iter(keys), source * self.line.width
+        keys = iter(keys)
+        device = source * self.line.width
 
         def chosen(side: _Side, leaf):
             return leaf[device] if side.gathered else next(keys) if side.is_sent else leaf
@@ -191,8 +219,7 @@ class _Half:
 
     def call(self, leaves: list) -> Call:
         """The call of packed leaves."""
-        call = self.structure.unflatten([side.unpacked(leaf) for side, leaf in zip(self.sides, leaves, strict=True)])
-        return call if self.config.scale is None else dataclasses.replace(call, scale=self.config.scale)
+        return self.structure.unflatten([side.unpacked(leaf) for side, leaf in zip(self.sides, leaves, strict=True)])
 
     def sent(self, arrays: list) -> list:
         """The arrays of the group that precedes this one in the direction ``step``."""
@@ -207,7 +234,7 @@ class _Half:
     @property
     def outputs(self) -> _Side:
         """See ``_outputs``."""
-        return _outputs(self.own.x)
+        return _outputs(self.own)
 
     @property
     def own(self) -> Call:
@@ -216,19 +243,23 @@ class _Half:
 
     def nothing_yet(self) -> Rows:
         """The results before the first keys."""
-        x = self.own.x
-        dtype, rows = statistics_dtype(x.q), x.q.shape[:-1]
-        out = like_zeros((*rows, x.v.shape[-1]), dtype, x.q)
-        rest, nothing = like_zeros(rows, dtype, x.q), like_zeros(rows, dtype, x.q, -jnp.inf)
+        call = self.own
+        dtype = statistics_dtype(call.q)
+        rows = call.q.shape[:-1]
+        out = like_zeros((*rows, call.v.shape[-1]), dtype, call.q)
+        rest = like_zeros(rows, dtype, call.q)
+        nothing = like_zeros(rows, dtype, call.q, -jnp.inf)
         return Rows(self.outputs.packed(out), nothing, rest, nothing)
 
     def output(self, so_far: Rows) -> Rows:
         """The results with the output in the dtype of the values."""
-        return so_far._replace(out=so_far.out.astype(self.own.x.v.dtype))
+        return so_far._replace(out=so_far.out.astype(self.own.v.dtype))
 
     def merged(self, distance, keys: list, so_far: Rows) -> Rows:
         """The results so far, merged with those of the keys of a step."""
-        source, line, outputs = self.source(distance), self.line, self.outputs
+        source = self.source(distance)
+        line = self.line
+        outputs = self.outputs
         leaves = self.with_keys(keys, source)
 
         def pair(i, j, so_far):
@@ -236,8 +267,8 @@ class _Half:
 
             def compute(part, rows):
                 rows = rows._replace(out=outputs.unpacked(rows.out))
-                found = merge(self.config.backends, part.x, part.scale, rows)
-                return found._replace(out=outputs.packed(found.out))
+                results = merge(self.config.backends, part, rows)
+                return results._replace(out=outputs.packed(results.out))
 
             found = self.unless_empty(leaves, (i, j), source, compute, rows)
             return Rows(*map(partial(line.stored, i), so_far, found, _TOKENS))
@@ -246,7 +277,9 @@ class _Half:
 
     def added(self, distance, keys: list, per_query: PerQuery, wanted: list[bool], d_keys: list, d_own: list) -> tuple:
         """Sums of gradients of the keys of a step, and of all other leaves, after adding the gradients of this step."""
-        source, line, outputs = self.source(distance), self.line, self.outputs
+        source = self.source(distance)
+        line = self.line
+        outputs = self.outputs
         leaves = self.with_keys(keys, source)
         sides = [side for side, want in zip(self.sides, wanted, strict=True) if want]
         d_keys, d_own = iter(d_keys), iter(d_own)
@@ -260,10 +293,10 @@ class _Half:
 
             def compute(part, pieces):
                 so_far = self.sums(
-                    wanted, [side.unpacked(array) for side, array in zip(sides, pieces, strict=True)], part.x.run
+                    wanted, [side.unpacked(array) for side, array in zip(sides, pieces, strict=True)], part.run
                 )
                 of_rows = rows._replace(d_out=outputs.unpacked(rows.d_out))
-                found = jax.tree.leaves(add(self.config.backends, part.x, part.scale, of_rows, so_far))
+                found = jax.tree.leaves(add(self.config.backends, part, of_rows, so_far))
                 return [side.packed(array) for side, array in zip(sides, found, strict=True)]
 
             found = self.unless_empty(leaves, (i, j), source, compute, pieces)
@@ -292,16 +325,16 @@ class _Half:
         def computed(so_far):
             return compute(part(), so_far)
 
-        some = _any_pair(part().x)
+        some = _any_pair(part())
         if isinstance(some, bool):
             return computed(so_far) if some else so_far
         return jax.lax.cond(some, computed, lambda so_far: so_far, so_far)
 
-    def sums(self, wanted: list[bool], found: list, run: int | None) -> Operands:
-        """Sums of gradients in the form of the operands of a step, None for positions and if not wanted."""
-        found = iter(found)
-        x = self.structure.unflatten([next(found) if want else None for want in wanted]).x
-        return dataclasses.replace(x, q_positions=None, kv_positions=None, run=run)
+    def sums(self, wanted: list[bool], arrays: list, run: int | None) -> Call:
+        """Sums of gradients in the form of the call of a step, None for positions and if not wanted."""
+        rest = iter(arrays)
+        sums = self.structure.unflatten([next(rest) if want else None for want in wanted])
+        return dataclasses.replace(sums, q_positions=None, kv_positions=None, scale=1.0, run=run)
 
     def zeros(self, wanted: list[bool], *, of_keys: bool) -> list:
         """Initial sums of gradients."""
@@ -320,11 +353,12 @@ def _stored(line: Line, side: _Side, at: tuple, whole, piece):
     return piece if side.axis is None else line.stored(at[side.of_keys], whole, piece, side.axis)
 
 
-def _any_pair(x: Operands):
+def _any_pair(call: Call):
     """Whether the mask may allow a pair, by the bounds of positions; a bool if they are known when tracing."""
-    if x.mask is None:
+    if call.mask is None:
         return True
-    some, _ = x.mask.tiles(block_bounds(x.q_positions, x.q.shape[3]), block_bounds(x.kv_positions, x.k.shape[2]))
+    of_queries = block_bounds(call.q_positions, call.q.shape[3])
+    some, _ = call.mask.tiles(of_queries, block_bounds(call.kv_positions, call.k.shape[2]))
     return bool(some.any()) if isinstance(some, np.ndarray) else some.any()
 
 
@@ -364,7 +398,7 @@ def _ring_backward(config: RingConfig, saved: _Saved, cotangents):
     halves = _halves(config, saved.calls)
     per_query = [_per_query(config, half, *each) for half, *each in zip(halves, saved.rows, cotangents, strict=True)]
     # The gradient of the scale follows from that of the scaled queries.
-    wanted = [_of_operands(call, want) for call, want in zip(saved.calls, saved.wanted, strict=True)]
+    wanted = [_summed(call, want) for call, want in zip(saved.calls, saved.wanted, strict=True)]
     keys = [half.keys for half in halves]
     d_keys, d_own = ([w.zeros(want, of_keys=k) for w, want in zip(halves, wanted, strict=True)] for k in (True, False))
     share = partial(_shares, halves, per_query, wanted)
@@ -373,8 +407,8 @@ def _ring_backward(config: RingConfig, saved: _Saved, cotangents):
     keys, d_keys, d_own = state
     d_keys, d_own = share(config.line.shards - 1, keys, d_keys, d_own)
     d_keys[0] = halves[0].sent(d_keys[0])
-    found = zip(saved.calls, halves, wanted, d_keys, d_own, strict=True)
-    return (tuple(_cotangent(config, *each) for each in found),)
+    each_half = zip(saved.calls, halves, wanted, d_keys, d_own, strict=True)
+    return (tuple(_cotangent(*of_half) for of_half in each_half),)
 
 
 def _round(halves: list[_Half], share: Callable, state: tuple, distance) -> tuple:
@@ -407,42 +441,40 @@ def _per_query(config: RingConfig, half: _Half, rows: Rows, cotangents: Rows) ->
     """The input of the backward pass for each query, with packed gradients of outputs."""
     materialized = [like_zeros(c.shape, c.dtype, rows.out) if isinstance(c, SymbolicZero) else c for c in cotangents]
     unpacked = [each._replace(out=half.outputs.unpacked(each.out)) for each in (rows, Rows(*materialized))]
-    found = per_query_of(config.backends, half.own.x, *unpacked)
-    return found._replace(d_out=half.outputs.packed(found.d_out))
+    per_query = per_query_of(config.backends, half.own, *unpacked)
+    return per_query._replace(d_out=half.outputs.packed(per_query.d_out))
 
 
-def _of_operands(call: Call, wanted: tuple[bool, ...]) -> list[bool]:
-    """Which leaves have sums of gradients: operands that are wanted, and the queries if the scale is wanted."""
-    if call.scale is None:
+def _summed(call: Call, wanted: tuple[bool, ...]) -> list[bool]:
+    """Which leaves have sums of gradients: those that are wanted, and the queries, but not the scale, if it is."""
+    if is_number(call.scale):
         return list(wanted)
-    *of_x, of_scale = wanted
-    all_false = jax.tree.map(lambda _: False, call.x)
-    queries = dataclasses.replace(
-        all_false, q=of_scale, remap=tuple(dataclasses.replace(p, q=of_scale) for p in all_false.remap)
-    )
-    return [*(want or for_scale for want, for_scale in zip(of_x, jax.tree.leaves(queries), strict=True)), False]
+    numbered = jax.tree.structure(call).unflatten(range(len(wanted)))
+    queries = {q for q, _ in numbered.pairs}
+    of_scale = wanted[numbered.scale]
+    of_queries = [want or (of_scale and n in queries) for n, want in enumerate(wanted)]
+    return [want and n != numbered.scale for n, want in enumerate(of_queries)]
 
 
-def _cotangent(config: RingConfig, call: Call, half: _Half, wanted: list[bool], d_keys: list, d_own: list) -> Call:
+def _cotangent(call: Call, half: _Half, wanted: list[bool], d_keys: list, d_own: list) -> Call:
     """The cotangent of a call, from the sums of gradients."""
     d_keys, d_own = iter(d_keys), iter(d_own)
     zeros = jax.tree.leaves(jax.tree.map(no_gradient, call))
     chosen = zip(zeros, half.sides, wanted, strict=True)
     leaves = [s.unpacked(next(d_keys if s.of_keys else d_own)) if want else zero for zero, s, want in chosen]
-    return jax.tree.map(_like, _unscaled(config, call, half.structure.unflatten(leaves)), call)
+    return jax.tree.map(_like, _unscaled(call, half.structure.unflatten(leaves)), call)
 
 
-def _unscaled(config: RingConfig, call: Call, found: Call) -> Call:
+def _unscaled(call: Call, sums: Call) -> Call:
     """The gradients of queries and scale, from those of scaled queries."""
-    scale = config.scale if call.scale is None else call.scale
 
-    def times(primal: Operands, d: Operands) -> tuple:
-        return jax.vjp(lambda q, scale: q * scale, primal.q.astype(d.q.dtype), jnp.asarray(scale, d.q.dtype))[1](d.q)
+    def of_both(q, d_q) -> tuple:
+        return jax.vjp(lambda q, scale: q * scale, q.astype(d_q.dtype), jnp.asarray(call.scale, d_q.dtype))[1](d_q)
 
-    made = [times(*each) for each in zip((call.x, *call.x.remap), (found.x, *found.x.remap), strict=True)]
-    remap = tuple(dataclasses.replace(pair, q=q) for pair, (q, _) in zip(found.x.remap, made[1:], strict=True))
-    x = dataclasses.replace(found.x, q=made[0][0], remap=remap)
-    return dataclasses.replace(found, x=x, scale=None if call.scale is None else sum(d for _, d in made))
+    first, *others = (of_both(q, d_q) for (q, _), (d_q, _) in zip(call.pairs, sums.pairs, strict=True))
+    remap = tuple(dataclasses.replace(pair, q=q) for pair, (q, _) in zip(sums.remap, others, strict=True))
+    scale = call.scale if is_number(call.scale) else sum(d_scale for _, d_scale in (first, *others))
+    return dataclasses.replace(sums, q=first[0], remap=remap, scale=scale)
 
 
 def _like(gradient, leaf):

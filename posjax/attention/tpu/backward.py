@@ -40,7 +40,6 @@ from posjax.attention.tpu.backward_dma import (
     wait_written,
     write,
 )
-from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, product, times_factor, work
 from posjax.attention.tpu.dma import (
     KernelArrays,
     Tile,
@@ -52,6 +51,7 @@ from posjax.attention.tpu.dma import (
     wait,
     walk,
 )
+from posjax.attention.tpu.inputs import LN2, Inputs, KernelConfig, product, times_factor, work
 from posjax.attention.tpu.tile_lists import tile_of
 
 
@@ -76,11 +76,13 @@ def backward(
 
     ``so_far``: float32 sums of the gradients of ``q``, ``k``, ``v``.
     """
-    arrays, block = arrays_of(config, x, per_query, so_far), config.tilings[1].blocks.k
+    arrays = arrays_of(config, x, per_query, so_far)
+    block = config.tilings[1].blocks.k
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
     sums = config.bias.outputs(config.heads // config.kv_heads, x.k.shape[3]) if of_bias else []
     of_sums = [shape((x.k.shape[0], config.kv_heads, *each.shape), jnp.float32) for each in sums]
-    of_queries, is_final = shape(x.q.shape, jnp.float32), arrays.dq is None
+    of_queries = shape(x.q.shape, jnp.float32)
+    is_final = arrays.dq is None
     of_keys = [shape(a.shape, a.dtype if so_far is None else jnp.float32) for a in (x.k, x.v)]
     sizes = {"k": config.size, "v": config.value_size, "dk": config.size, "dv": config.value_size}
     found = pl.pallas_call(
@@ -115,10 +117,14 @@ def backward(
 
 def _kernel(config: KernelConfig, sums_of_bias: int, *refs):
     fields = len(KernelArrays._fields)
-    x, (dq_ref, dk_ref, dv_ref), refs = KernelArrays(*refs[:fields]), refs[fields : fields + 3], refs[fields + 3 :]
-    d_bias, (*sums_ref, buffers, sums, dq, arrived) = refs[:sums_of_bias], refs[sums_of_bias:]
+    x = KernelArrays(*refs[:fields])
+    dq_ref, dk_ref, dv_ref = refs[fields : fields + 3]
+    refs = refs[fields + 3 :]
+    d_bias = refs[:sums_of_bias]
+    (*sums_ref, buffers, sums, dq, arrived) = refs[sums_of_bias:]
     if sums_ref:
-        x, dq = x._replace(dq=sums_ref[0]), dq._replace(result=dq_ref)
+        x = x._replace(dq=sums_ref[0])
+        dq = dq._replace(result=dq_ref)
     else:
         x = x._replace(dq=dq_ref)
     b, h, j = (pl.program_id(n) for n in range(3))
@@ -133,7 +139,8 @@ def _kernel(config: KernelConfig, sums_of_bias: int, *refs):
     _begin(row)
     jax.lax.fori_loop(0, row.group, lambda g, _: _head(row.at_head(g)), None)
     _end(row)
-    dk, dv = sums.dk[...] * (LN2 * config.factor), sums.dv[...]
+    dk = sums.dk[...] * (LN2 * config.factor)
+    dv = sums.dv[...]
     dk_ref[...] = (dk if x.dk is None else x.dk[...] + dk).astype(dk_ref.dtype)
     dv_ref[...] = (dv if x.dv is None else x.dv[...] + dv).astype(dv_ref.dtype)
 
@@ -178,7 +185,8 @@ def _head(row: KeyRow) -> None:
 
 def _visit(row: KeyRow, kind: Kind, n, _) -> None:
     """Starts to fetch the next tile, and adds this one to the gradients."""
-    order, step = row.x.visits.order, row.group_head * row.count + n
+    order = row.x.visits.order
+    step = row.group_head * row.count + n
     last = n + 1 == row.count
     upcoming = order[0, jnp.where(last, 0, n + 1)]
 
@@ -201,7 +209,8 @@ def _visit(row: KeyRow, kind: Kind, n, _) -> None:
 
 def _tile(row: KeyRow, tile: Tile, dq) -> None:
     """Adds a tile to the gradients, part by part."""
-    bias, level = row.config.bias, row.config.bias.level(row, tile)
+    bias = row.config.bias
+    level = row.config.bias.level(row, tile)
     if row.d_bias:
         bias.begin_sums(row, tile)
     for first in range(0, row.blocks.q, row.blocks.part):
@@ -213,7 +222,8 @@ def _tile(row: KeyRow, tile: Tile, dq) -> None:
 
 def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
     """Adds the queries of a tile from ``first`` on to the gradients."""
-    pairs, queries = tile.kind.pairs, pl.ds(first, row.blocks.part)
+    pairs = tile.kind.pairs
+    queries = pl.ds(first, row.blocks.part)
     d_out = row.buffers.per_query.d_out[tile.slot, queries, :]
     q = [row.buffers.q[tile.slot, n, queries, :] for n in range(len(pairs))]
     scores = [product(row.scaled_keys[pair], q[n], (1, 1)) for n, pair in enumerate(pairs)]
@@ -230,9 +240,11 @@ def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
 
 def _weights(row: KeyRow, tile: Tile, first: int, level, scores, seen, d_out) -> tuple:
     """The weights of a part of a tile, and the gradient of its scores."""
-    softcap, queries = row.config.softcap, pl.ds(first, row.blocks.part)
+    softcap = row.config.softcap
+    queries = pl.ds(first, row.blocks.part)
     lse, correction = (x[tile.slot, :, queries] for x in row.buffers.per_query[1:3])
-    logits, slope = row.config.bias.add_transposed(row, tile, first, scores), None
+    logits = row.config.bias.add_transposed(row, tile, first, scores)
+    slope = None
     if softcap is not None:
         logits = softcap * jnp.tanh((logits if level is None else logits + level) / softcap)
         slope = 1 - jnp.square(logits / softcap)
@@ -261,7 +273,8 @@ def _d_scores_of_pair(d_scores, remapped_masks: tuple, n: int):
 
 def _pattern(row: KeyRow, tile: Tile, first: int) -> tuple:
     """Which pairs of a part are allowed, and the mask of each branch."""
-    masked, remap = tile.kind.masked, len(tile.kind.pairs) > 1
+    masked = tile.kind.masked
+    remap = len(tile.kind.pairs) > 1
     if not (masked or remap):
         return None, ()
     return row.config.pattern.on(*row.axes(tile, first), (row.blocks.k, row.blocks.part), masked=masked, remap=remap)

@@ -12,8 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.rows import PerQuery
 from posjax.attention.tiles import Kind
-from posjax.attention.tpu.call import LN2, Inputs, KernelConfig, features_at
 from posjax.attention.tpu.dma import Buffers, KernelArrays, Tile, TileRow, at, for_pairs
+from posjax.attention.tpu.inputs import LN2, Inputs, KernelConfig, features_at
 from posjax.attention.tpu.terms import LANES
 from posjax.attention.tpu.tile_lists import choice_of, is_first, is_last, tile_of
 
@@ -49,7 +49,10 @@ def arrays_of(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tupl
 def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
     """Scratch memory: buffers of the copies, sums of a row, and semaphores."""
     q, k, _ = config.tilings[1].blocks
-    vmem, pairs, size, value_size = pltpu.VMEM, x.k.shape[2], config.size, config.value_size
+    vmem = pltpu.VMEM
+    pairs = x.k.shape[2]
+    size = config.size
+    value_size = config.value_size
     copied, added, summed = config.bias.scratch(config, 1)
     buffers = Buffers(
         q=vmem((2, pairs, q, size), x.q.dtype),
@@ -83,7 +86,8 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
     ]
 
 
-PENDING, NOTHING = 3, -1
+PENDING = 3
+NOTHING = -1
 """The index in ``QuerySums.choices`` of whether a result is still being written, and the value of an empty slot."""
 
 
@@ -152,13 +156,15 @@ class KeyRow(TileRow):
         return ref.at[at(self.group_head, ref.shape[0])]
 
     def own_copies(self, tile, slot):
-        (d_out, *rows, _), tokens = self.x.per_query, self.tokens(tile)
+        d_out, *rows, _ = self.x.per_query
+        tokens = self.tokens(tile)
         plane, columns = features_at(d_out.shape, self.head, self.config.value_size)
         sources = d_out.at[self.batch, plane, tokens, columns], *(x.at[self.batch, self.head, :, tokens] for x in rows)
         return [(source, target.at[slot]) for source, target in zip(sources, self.buffers.per_query[:3], strict=True)]
 
     def features(self, pair, tile, to, step):
-        source, slot = self.x.q.at[self._queries(pair, tile)], self.slot(step)
+        source = self.x.q.at[self._queries(pair, tile)]
+        slot = self.slot(step)
         arrived = self.arrived.at[self.arrived.shape[0] - 1 - to, slot]
         return [pltpu.make_async_copy(source, self.buffers.q.at[slot, to], arrived)]
 
@@ -222,7 +228,8 @@ def wait_sums(row: KeyRow, kind: Kind, entry, step) -> None:
 
 def write(row: KeyRow, tile: Tile, entry, step) -> None:
     """Starts to write ``dQ`` of a tile back, or the result if no later tile adds to it."""
-    third, done = jax.lax.rem(step, 3), row.dq.finishes(entry)
+    third = jax.lax.rem(step, 3)
+    done = row.dq.finishes(entry)
 
     def store():
         row.dq.choices[third] = choice_of(entry)

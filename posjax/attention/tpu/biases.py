@@ -1,6 +1,6 @@
-"""Biases inside the kernels, one class for each form.
+"""Biases inside the kernels, one class for each form of ``posjax.attention.formulas``.
 
-To add a form, derive a class from ``KernelBias``, override what differs from no bias, and add it to ``FORMS``.
+A class is derived from ``KernelBias``, overrides what differs from no bias, and stands in ``FORMS``.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax._numbers import LARGEST
-from posjax.attention.operands import Operands
+from posjax.attention.call import Call
+from posjax.attention.formulas import bias_form
 from posjax.attention.tiles import AHEAD, NEAR
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.blocks import target
-from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig
 from posjax.attention.tpu.dma import BiasArrays, Tile, TileRow
+from posjax.attention.tpu.inputs import LN2, LOG2E, Inputs, KernelConfig
 from posjax.attention.tpu.terms import LANES, SUBLANES
-from posjax.bias import ForgetBias, LinearBias
 from posjax.masks import hides_ahead
 from posjax.positions import Range, as_array
 
@@ -51,17 +51,12 @@ class KernelBias:
     # Outside the kernels.
 
     @staticmethod
-    def supports(x: Operands) -> bool:
-        """Whether the bias of a call is of this form."""
-        return x.bias is None
-
-    @staticmethod
-    def refusal(x: Operands) -> str | None:
+    def refusal(x: Call) -> str | None:
         """Why the kernels do not support it, or None."""
         return None
 
     @classmethod
-    def of(cls, x: Operands, spare: bool, reach: int, ahead) -> "KernelBias":
+    def of(cls, x: Call, spare: bool, reach: int, ahead) -> "KernelBias":
         """The form for a call.
 
         Args:
@@ -72,11 +67,11 @@ class KernelBias:
         """
         return cls()
 
-    def numbers(self, x: Operands, ahead) -> dict[str, jax.Array]:
+    def numbers(self, x: Call, ahead) -> dict[str, jax.Array]:
         """Its numbers, in base 2. ``ahead``: distance of the first query from the first key."""
         return {}
 
-    def most(self, x: Operands, numbers: dict) -> jax.Array | None:
+    def most(self, x: Call, numbers: dict) -> jax.Array | None:
         """The most that it adds to a logit, for each head, or None if that is not known."""
         return jnp.zeros(x.q.shape[1] * x.q.shape[2], jnp.float32)
 
@@ -233,14 +228,10 @@ class LinearInKey(_DifferenceOfTokens):
     in_features: bool
 
     @staticmethod
-    def supports(x):
-        # Exactly this class: a subclass may have other values.
-        return type(x.bias) is LinearBias and not x.bias.symmetric and x.softcap is None
-
-    @staticmethod
     def minus(a, b):
         """The exact difference of two int32, rounded once to float32: it may leave int32."""
-        high, low = (a >> 16) - (b >> 16), (a & 0xFFFF) - (b & 0xFFFF)
+        high = (a >> 16) - (b >> 16)
+        low = (a & 0xFFFF) - (b & 0xFFFF)
         return high.astype(jnp.float32) * 65536 + low.astype(jnp.float32)
 
     @classmethod
@@ -322,10 +313,6 @@ class LinearInKey(_DifferenceOfTokens):
 class Gates(_DifferenceOfTokens):
     """``c_i - c_j`` with ``c`` the sums of the logarithms of forget gates: FoX."""
 
-    @staticmethod
-    def supports(x):
-        return type(x.bias) is ForgetBias and not x.bias.symmetric and x.softcap is None
-
     def numbers(self, x, ahead):
         """``q`` and ``k``, ``[batch, heads, 1, tokens]``."""
         return {"q": x.bias.q_gates[:, :, None] * LOG2E, "k": x.bias.kv_gates[:, :, None] * LOG2E}
@@ -381,10 +368,6 @@ class ByDistance(KernelBias):
     constant_from: int | None
 
     @staticmethod
-    def supports(x):
-        return x.bias.by_distance and x.bias.only_adds
-
-    @staticmethod
     def refusal(x):
         if not (isinstance(x.q_positions, Range) and isinstance(x.kv_positions, Range)):
             return (
@@ -405,13 +388,16 @@ class ByDistance(KernelBias):
 
     def numbers(self, x, ahead):
         """For each head ``values`` at distances ``-keys`` to ``queries - 1``, and ``edges`` far behind and ahead."""
-        heads, queries, keys = x.q.shape[1] * x.q.shape[2], x.q.shape[3], x.k.shape[2]
+        heads = x.q.shape[1] * x.q.shape[2]
+        queries = x.q.shape[3]
+        keys = x.k.shape[2]
 
         def values(distances):
             found = x.bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0]
             return _in_base_2(jnp.broadcast_to(found.astype(jnp.float32), (heads, len(distances))))
 
-        distances, edge = ahead + np.arange(queries + keys) - keys, self.constant_from or 0
+        distances = ahead + np.arange(queries + keys) - keys
+        edge = self.constant_from or 0
         if isinstance(ahead, int):
             # Those of padding may leave int32.
             distances = np.clip(distances, -LARGEST, LARGEST)
@@ -421,12 +407,14 @@ class ByDistance(KernelBias):
         return jnp.maximum(numbers["values"].max(-1), numbers["edges"].max(-1))
 
     def arrays(self, config, x, side):
-        values, (first, stop) = x.bias["values"], self.band
+        values = x.bias["values"]
+        first, stop = self.band
         if side == 0:
             # Keys are along the lanes: the vector is reversed, so that its index ``queries - (i - j)`` rises with them.
             values = values[:, ::-1]
             values = jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
-            first, stop = 0, values.shape[1] // LANES
+            first = 0
+            stop = values.shape[1] // LANES
         copied = terms.skewed(values[:, first * LANES : stop * LANES], stop - first)
         return BiasArrays(scalars=x.bias["edges"], copied=copied)
 
@@ -451,7 +439,8 @@ class ByDistance(KernelBias):
     def _window(self, row: TileRow, tile):
         """The rows of the skewed vector that a tile reads; backward, rows within the band."""
         outer, inner = row.sizes
-        first, rows = outer * (row.tiling.rows - row.block - 1) + inner * tile, (outer + inner) // LANES
+        first = outer * (row.tiling.rows - row.block - 1) + inner * tile
+        rows = (outer + inner) // LANES
         start = jax.lax.div(first, LANES)
         if row.side == 1:
             start = jnp.clip(start - self.band[0], 0, self.band[1] - self.band[0] - rows)
@@ -509,7 +498,7 @@ def _edge(tile: Tile) -> int:
     return int(tile.kind.reach == AHEAD)
 
 
-def _leaves_int32(x: Operands) -> bool:
+def _leaves_int32(x: Call) -> bool:
     """Whether distances are known to exceed int32."""
     if not all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions)):
         return False
@@ -521,13 +510,13 @@ def _leaves_int32(x: Operands) -> bool:
 _LARGEST_BLOCKS = 4096
 
 
-def _sums_by_distance(x: Operands) -> int:
+def _sums_by_distance(x: Call) -> int:
     """Bytes of two copies of the backward sums, 8 float32 numbers for each distance and head of a group."""
     first, stop = _band(x, _LARGEST_BLOCKS, x.q_positions.start - x.kv_positions.start)
     return 2 * x.q.shape[2] * (stop - first) * LANES * 32
 
 
-def _band(x: Operands, reach: int, ahead) -> tuple[int, int]:
+def _band(x: Call, reach: int, ahead) -> tuple[int, int]:
     """Rows of 128 distances, between ``-keys`` and ``queries``, where a bias by distance varies, as ``(first, stop)``.
 
     ``ahead`` is the distance of the first query from the first key, an array if it is not known when tracing. Tiles
@@ -538,16 +527,17 @@ def _band(x: Operands, reach: int, ahead) -> tuple[int, int]:
     edge = x.bias.constant_from
     if edge is None or not isinstance(ahead, int):
         return 0, rows
-    middle, aside = keys - ahead, edge + reach + LANES
+    middle = keys - ahead
+    aside = edge + reach + LANES
     # At least what one tile reads.
     least = min(rows, reach // LANES)
     first = min(max(0, (middle - aside) // LANES), rows - least)
     return first, max(min(rows, -(-(middle + aside) // LANES)), first + least)
 
 
-FORMS = (KernelBias, LinearInKey, Gates, ByDistance)
+FORMS = {"none": KernelBias, "linear": LinearInKey, "gates": Gates, "by distance": ByDistance}
 
 
-def form_of(x: Operands) -> type[KernelBias] | None:
+def form_of(x: Call) -> type[KernelBias] | None:
     """The form of the bias of a call in the kernels, or None."""
-    return next((form for form in FORMS if form.supports(x)), None)
+    return FORMS.get(bias_form(x))

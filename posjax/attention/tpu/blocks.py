@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from posjax._numbers import LARGEST
-from posjax.attention.operands import Operands
+from posjax.attention.call import Call
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from posjax.masks import block_bounds
@@ -50,12 +50,12 @@ def target() -> Target:
     return TARGETS.get(kind, TARGETS[USUAL])
 
 
-def cheapest_forward(on: Target, x: Operands, running: bool = False) -> Blocks:
+def cheapest_forward(on: Target, x: Call, running: bool = False) -> Blocks:
     """The cheapest blocks of the forward kernel for a call; ``running`` if it merges into earlier results."""
     return _cheapest(x, FORWARD[on.name], fit, "q", partial(_forward_bytes, running=running), on.vmem)
 
 
-def cheapest_backward(on: Target, x: Operands, running: bool = False) -> Blocks:
+def cheapest_backward(on: Target, x: Call, running: bool = False) -> Blocks:
     """The same for the backward kernel, for a call padded for the forward kernel.
 
     ``running`` if the kernel adds to earlier sums of gradients.
@@ -63,7 +63,7 @@ def cheapest_backward(on: Target, x: Operands, running: bool = False) -> Blocks:
     return _cheapest(x, BACKWARD[on.name], divide, "k", partial(_backward_bytes, running=running), on.vmem)
 
 
-def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: int) -> Blocks:
+def _cheapest(x: Call, table: dict, made_to_fit, outer: str, memory, vmem: int) -> Blocks:
     queries, keys = x.q.shape[3], x.k.shape[2]
 
     def fitted(largest: Blocks) -> Blocks:
@@ -87,36 +87,42 @@ def _cheapest(x: Operands, table: dict, made_to_fit, outer: str, memory, vmem: i
     return fitted(chosen)
 
 
-def _forward_bytes(x: Operands, blocks: Blocks, running: bool) -> float:
+def _forward_bytes(x: Call, blocks: Blocks, running: bool) -> float:
     """Approximate fast memory of the forward kernel: buffers of copies, sums, and the logits of a part."""
-    (q, k, part), pairs, narrow = blocks, len(x.pairs), x.q.dtype.itemsize
+    q, k, part = blocks
+    pairs = len(x.pairs)
+    narrow = x.q.dtype.itemsize
     size, value_size = x.q.shape[-1], x.v.shape[-1]
     buffers = 2 * narrow * (k * (pairs * size + value_size) + q * (pairs * size + value_size))
     buffers += narrow * q * pairs * size + running * 2 * (8 - narrow) * q * value_size
     return buffers + 4 * q * (256 + value_size) + 10 * q * part * pairs + 512 * (q + k) * _is_relative(x)
 
 
-def _backward_bytes(x: Operands, blocks: Blocks, running: bool) -> float:
+def _backward_bytes(x: Call, blocks: Blocks, running: bool) -> float:
     """Approximate fast memory of the backward kernel, from the same parts."""
-    (q, k, part), pairs, narrow = blocks, len(x.pairs), x.q.dtype.itemsize
-    size, value_size = pairs * x.q.shape[-1], x.v.shape[-1]
+    q, k, part = blocks
+    pairs = len(x.pairs)
+    narrow = x.q.dtype.itemsize
+    size = pairs * x.q.shape[-1]
+    value_size = x.v.shape[-1]
     buffers = 2 * narrow * (q + 2 * k) * (size + value_size) + 12 * q * size
     buffers += narrow * (k + q) * size + running * 2 * (8 - narrow) * k * (size + value_size)
     return buffers + 4 * k * (size + value_size) + 16 * k * part + 1024 * (q + k) * _is_relative(x)
 
 
-def _is_relative(x: Operands) -> bool:
+def _is_relative(x: Call) -> bool:
     return x.bias is not None and x.bias.by_distance
 
 
-def _tiles(x: Operands, blocks: Blocks, q_blocks: int, k_blocks: int) -> tuple[float, float]:
+def _tiles(x: Call, blocks: Blocks, q_blocks: int, k_blocks: int) -> tuple[float, float]:
     """How many tiles are visited and how many are full, counted as causal if positions or masks are not known."""
     known = all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions))
     if x.mask is None:
         return q_blocks * k_blocks, q_blocks * k_blocks
     if not known or jax.tree.leaves(x.mask):
         return (q_blocks * k_blocks + q_blocks) / 2, (q_blocks * k_blocks - q_blocks) / 2
-    starts, tokens = (x.q_positions.start, x.kv_positions.start), (q_blocks * blocks.q, k_blocks * blocks.k)
+    starts = (x.q_positions.start, x.kv_positions.start)
+    tokens = (q_blocks * blocks.q, k_blocks * blocks.k)
     # Positions of padding may leave int32; about the same tiles are visited a little earlier.
     beyond = max(0, *(start + more - 1 - LARGEST for start, more in zip(starts, tokens, strict=True)))
     q, k = (block_bounds(Range(starts[n] - beyond, tokens[n]), blocks[n]) for n in range(2))

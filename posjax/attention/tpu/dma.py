@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.tiles import Blocks, Kind
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.call import KernelConfig, Tiling, features_at
+from posjax.attention.tpu.inputs import KernelConfig, Tiling, features_at
 from posjax.attention.tpu.terms import Axis
 from posjax.attention.tpu.tile_lists import choice_of, tile_of
 
@@ -101,7 +101,8 @@ def block_spec(shape, axis: int | None = None, size: int | None = None, memory_s
 
 def feature_spec(shape: tuple[int, ...], size: int, block: int) -> pl.BlockSpec:
     """The block, in a grid step, of the features of all heads: the features of one head, ``[..., block, size]``."""
-    has_heads, between = shape[1] > 1, shape[2:-2]
+    has_heads = shape[1] > 1
+    between = shape[2:-2]
 
     def index(b, h, i):
         return b, h if has_heads else 0, *[0] * len(between), i, 0 if has_heads else h
@@ -124,7 +125,8 @@ def specs(arrays: KernelArrays, side: int, block: int, **sizes: int) -> KernelAr
     """
 
     def visit_spec(table):
-        batched, inner = table.shape[0], table.shape[2:]
+        batched = table.shape[0]
+        inner = table.shape[2:]
         return pl.BlockSpec((None, None, *inner), lambda b, h, i: (at(b, batched), i, 0, 0), memory_space=pltpu.SMEM)
 
     def outer_spec(array):
@@ -205,7 +207,9 @@ class TileRow:
         return self._axis(0, tile, first), self._axis(1, tile, first)
 
     def _axis(self, n: int, tile: Tile, first: int) -> Axis:
-        start, size, ranged = self.x.starts[n], self.blocks[n], self.config.ranged[n]
+        start = self.x.starts[n]
+        size = self.blocks[n]
+        ranged = self.config.ranged[n]
         if n == self.side:
             return Axis(0, start + self.block * size, tuple(column[...] for column in self.sums.columns), ranged)
         rows = tuple(x[tile.slot, :, pl.ds(first, self.blocks.part)] for x in self.buffers.numbers)
@@ -227,7 +231,8 @@ class TileRow:
 
     def copies(self, tile, slot) -> list:
         """All copies of a tile, without features."""
-        tokens, found = self.tokens(tile), self.own_copies(tile, slot)
+        tokens = self.tokens(tile)
+        found = self.own_copies(tile, slot)
         for source, target in zip(self.x.numbers[1 - self.side], self.buffers.numbers, strict=True):
             found.append((source.at[at(self.batch, source.shape[0]), 0, :, tokens], target.at[slot]))
         if self.buffers.bias is not None:

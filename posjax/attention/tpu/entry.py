@@ -1,4 +1,4 @@
-"""From the operands of an attention call to the kernels, and from their results back."""
+"""From a call of attention to the kernels, and from their results back."""
 
 import dataclasses
 import math
@@ -13,17 +13,18 @@ from jax.custom_batching import sequential_vmap
 
 from posjax._checks import check
 from posjax._numbers import is_array_number, rounded_sum
-from posjax.attention.operands import Operands, flat_heads, merge_heads, no_gradient, split_heads
-from posjax.attention.padding import lengthen, lengthened_rows, pad
+from posjax.attention.call import Call
+from posjax.attention.formulas import bias_form, dissect, mask_refusal
+from posjax.attention.logits import flat_heads, merge_heads, no_gradient, split_heads
 from posjax.attention.rows import PerQuery, Rows
-from posjax.attention.tiles import Blocks, plan_tiles
+from posjax.attention.tiles import Blocks, lengthen, lengthened_rows, pad, plan_tiles
 from posjax.attention.tpu.backward import backward
-from posjax.attention.tpu.biases import ByDistance, Gates, KernelBias, LinearInKey, form_of
+from posjax.attention.tpu.biases import form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
-from posjax.attention.tpu.call import LN2, LOG2E, Inputs, KernelConfig, Tiling
 from posjax.attention.tpu.correction import row_sums_of_heads
 from posjax.attention.tpu.forward import forward
-from posjax.attention.tpu.terms import LANES, Pattern, dissect, mask_refusal
+from posjax.attention.tpu.inputs import LN2, LOG2E, Inputs, KernelConfig, Tiling
+from posjax.attention.tpu.terms import LANES, Pattern
 from posjax.attention.tpu.tile_lists import lists
 from posjax.masks import And, Causal, Chunked, Mask, Segments, Window, traced_sizes
 from posjax.positions import Range
@@ -48,11 +49,11 @@ class Options:
     interpret: Any = False
 
 
-def attend(x: Operands, options: Options, so_far: Rows | None = None) -> Rows:
+def attend(x: Call, options: Options, so_far: Rows | None = None) -> Rows:
     """The results for each query.
 
     Args:
-        x: the operands.
+        x: the call.
         options: how the kernel runs.
         so_far: the results over other keys, in float32; those of the keys of ``x`` are merged into them.
 
@@ -63,7 +64,8 @@ def attend(x: Operands, options: Options, so_far: Rows | None = None) -> Rows:
     rows = None if so_far is None else _kernel_rows(config, inputs, so_far)
     # DMA copies index every axis of their source, so ``vmap`` runs the kernel for one element at a time.
     out, lse = sequential_vmap(partial(forward, config))(inputs, rows)
-    heads, queries = x.q.shape[1:3], x.q.shape[3]
+    heads = x.q.shape[1:3]
+    queries = x.q.shape[3]
     subtracted, rest = (
         numbers.reshape(-1, *heads, numbers.shape[-1])[..., :queries]
         for numbers in _plus(lse[:, :, 0], lse[:, :, 1], config.bias.of_queries(config, inputs, 0))
@@ -73,7 +75,8 @@ def attend(x: Operands, options: Options, so_far: Rows | None = None) -> Rows:
 
 def _kernel_rows(config: KernelConfig, x: Inputs, so_far: Rows) -> tuple:
     """The results so far in the form of the forward kernel."""
-    more, constant = x.q.shape[3] - so_far.lse.shape[-1], config.bias.of_queries(config, x, 0)
+    more = x.q.shape[3] - so_far.lse.shape[-1]
+    constant = config.bias.of_queries(config, x, 0)
     numbers = (flat_heads(lengthen(each, more, axis=3)) for each in (so_far.subtracted, so_far.rest * LOG2E))
     lse = _plus(*numbers, None if constant is None else -constant)
     return merge_heads(lengthen(so_far.out, more, axis=3)), jnp.stack(lse, axis=2)
@@ -89,19 +92,20 @@ def _plus(lse, rest, constant) -> tuple:
 
 def row_sums(a, b, dtype, interpret=False):
     """``posjax.attention.rows.row_sums`` by a kernel, in float32."""
-    heads, queries = a.shape[1:3], a.shape[3]
+    heads = a.shape[1:3]
+    queries = a.shape[3]
     arrays = (merge_heads(lengthen(array, -queries % LANES, axis=3)) for array in (a, b))
     found = sequential_vmap(partial(row_sums_of_heads, math.prod(heads), interpret=interpret))(*arrays)
     return found.reshape(-1, *heads, found.shape[-1])[..., :queries]
 
 
-def gradients(x: Operands, per_query: PerQuery, options: Options, *, of_bias: bool = True) -> Operands:
-    """Gradients of the operands.
+def gradients(x: Call, options: Options, per_query: PerQuery, *, of_bias: bool = True) -> Call:
+    """The cotangent of a call.
 
     Args:
-        x: the operands.
-        per_query: see ``PerQuery``.
+        x: the call.
         options: how the kernel runs.
+        per_query: see ``PerQuery``.
         of_bias: whether the gradient of the bias is wanted; it is 0 if not.
 
     Raises:
@@ -113,14 +117,14 @@ def gradients(x: Operands, per_query: PerQuery, options: Options, *, of_bias: bo
 
 
 def add_gradients(
-    x: Operands, per_query: PerQuery, options: Options, so_far: tuple, *, of_bias: bool = True
-) -> tuple[tuple, Operands]:
+    x: Call, options: Options, per_query: PerQuery, so_far: tuple, *, of_bias: bool = True
+) -> tuple[tuple, Call]:
     """Float32 sums of gradients of scaled queries, of keys and of values, after adding those from the keys of ``x``.
 
     Args:
-        x: the operands, of one pair of features.
-        per_query: see ``PerQuery``.
+        x: the call, with one pair of features.
         options: how the kernel runs.
+        per_query: see ``PerQuery``.
         so_far: the sums.
         of_bias: see ``gradients``.
 
@@ -148,13 +152,13 @@ def _gradients(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tup
     return found, zeros._replace(bias=zeros.bias | bias)
 
 
-def _transposable(x: Operands, options: Options, running: bool) -> tuple[Inputs, Callable, KernelConfig]:
-    """``_prepared`` and its transpose, from cotangents of the inputs to a tuple of those of the operands."""
+def _transposable(x: Call, options: Options, running: bool) -> tuple[Inputs, Callable, KernelConfig]:
+    """``_prepared`` and its transpose, from cotangents of the inputs to a tuple of that of the call."""
     return jax.vjp(partial(_prepared, options=options, running=running), x, has_aux=True)
 
 
-def refusal(x: Operands) -> str | None:
-    """Why the kernels do not support these operands, or None."""
+def refusal(x: Call) -> str | None:
+    """Why the kernels do not support these calls, or None."""
     if not all(isinstance(size, int) for size in x.q.shape):
         return "a size of the queries is symbolic, and a kernel is compiled for known sizes; use 'blockwise'"
     if x.decay is not None:
@@ -164,18 +168,20 @@ def refusal(x: Operands) -> str | None:
     for mask in x.masks:
         if traced := traced_sizes(mask):
             return f"{traced[0]} is an array, and a kernel is compiled for sizes that are Python ints; use 'blockwise'"
-        if (why := mask_refusal(mask)) is not None:
+        why = mask_refusal(mask)
+        if why is not None:
             return f"{why}; use 'blockwise'"
     if is_array_number(x.softcap):
         return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"
-    if (form := form_of(x)) is None:
+    form = form_of(x)
+    if form is None:
         return (
             f"{type(x.bias).__name__} is neither a number for each key nor a function of distance only; use 'blockwise'"
         )
     return form.refusal(x)
 
 
-def is_plain(x: Operands) -> bool:
+def is_plain(x: Call) -> bool:
     """Whether the results of a call need no care before its backward pass: see ``posjax.attention.rows.per_query_of``.
 
     Every query sees itself, and its bias is 0 there (ALiBi, FoX) or there is none. So log-sum-exps are not far below
@@ -185,7 +191,7 @@ def is_plain(x: Operands) -> bool:
     places = x.q_positions, x.kv_positions
     same = all(isinstance(each, Range) and each.is_static for each in places) and places[0] == places[1]
     narrow = x.q.dtype == jnp.bfloat16
-    return same and narrow and form_of(x) in (KernelBias, LinearInKey, Gates) and not x.remap and _sees_itself(x.mask)
+    return same and narrow and bias_form(x) in ("none", "linear", "gates") and not x.remap and _sees_itself(x.mask)
 
 
 def _sees_itself(mask: Mask | None) -> bool:
@@ -195,24 +201,25 @@ def _sees_itself(mask: Mask | None) -> bool:
     return mask is None or isinstance(mask, Causal | Window | Chunked) or (isinstance(mask, Segments) and mask.finite)
 
 
-def needs_ranges(x: Operands) -> bool:
+def needs_ranges(x: Call) -> bool:
     """Whether the kernels support the bias of a call only if positions are ranges."""
-    return form_of(x) is ByDistance
+    return bias_form(x) == "by distance"
 
 
 def _padded(
-    x: Operands, blocks: tuple[Blocks, Blocks] | None, on: Target, running: bool
-) -> tuple[Operands, tuple[Blocks, Blocks]]:
-    """The operands padded to whole blocks, and the blocks of the forward and of the backward kernel."""
+    x: Call, blocks: tuple[Blocks, Blocks] | None, on: Target, running: bool
+) -> tuple[Call, tuple[Blocks, Blocks]]:
+    """The call padded to whole blocks, and the blocks of the forward and of the backward kernel."""
     of_forward = fit(blocks[0], x.q.shape[3], x.k.shape[2]) if blocks else cheapest_forward(on, x, running)
     x = pad(x, of_forward.q, of_forward.k)
     of_backward = divide(blocks[1], x.q.shape[3], x.k.shape[2]) if blocks else cheapest_backward(on, x, running)
     return x, (of_forward, of_backward)
 
 
-def _prepared(x: Operands, options: Options, running: bool) -> tuple[Inputs, KernelConfig]:
+def _prepared(x: Call, options: Options, running: bool) -> tuple[Inputs, KernelConfig]:
     """The arrays of a call, and its static part; ``running`` if it adds to earlier results."""
-    check((why := refusal(x)) is None, f"implementation='tpu': {why}")
+    why = refusal(x)
+    check(why is None, f"implementation='tpu': {why}")
     on = target() if options.on is None else options.on
     places = x.q_positions, x.kv_positions
     ahead = places[0].start - places[1].start if all(isinstance(p, Range) for p in places) else 0
@@ -251,14 +258,14 @@ def _prepared(x: Operands, options: Options, running: bool) -> tuple[Inputs, Ker
     return inputs if most is None else inputs._replace(bound=_bound(x, inputs.k, most)), config
 
 
-def _inputs(x: Operands, starts: list, visits: tuple, numbers: tuple, of_bias: dict) -> Inputs:
+def _inputs(x: Call, starts: list, visits: tuple, numbers: tuple, of_bias: dict) -> Inputs:
     """The arrays of a call, without the bound."""
     q, k = (_together([merge_heads(array) for array in arrays]) for arrays in zip(*x.pairs, strict=True))
     starts = jnp.stack([jnp.asarray(start, jnp.int32) for start in starts])
     return Inputs(q, k, merge_heads(x.v), starts, visits, numbers, of_bias, None)
 
 
-def _pattern(x: Operands) -> tuple[Pattern, tuple]:
+def _pattern(x: Call) -> tuple[Pattern, tuple]:
     """Mask and branches without their arrays, and the numbers of the queries and of the keys, positions first."""
     formula, *numbers = dissect(x.mask)
     formulas = []
@@ -282,7 +289,7 @@ def _row(numbers):
     return numbers.reshape(-1, 1, 1, numbers.shape[-1])
 
 
-def _bound(x: Operands, k, most):
+def _bound(x: Call, k, most):
     """For every head the norm of the longest key of each pair of features, and the most that the bias adds.
 
     ``k`` is that of ``Inputs``. The matrix unit sums the squares in that layout.

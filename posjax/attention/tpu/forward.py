@@ -27,9 +27,9 @@ from jax.experimental import pallas as pl
 from posjax._numbers import rounded_sum
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.call import Inputs, KernelConfig, product, times_factor, work
 from posjax.attention.tpu.dma import KernelArrays, Tile, block_spec, feature_spec, specs, start, wait, wait_for, walk
 from posjax.attention.tpu.forward_dma import ForwardSums, QueryRow, arrays_of, scratch
+from posjax.attention.tpu.inputs import Inputs, KernelConfig, product, times_factor, work
 from posjax.attention.tpu.terms import LANES, PIECES, SUBLANES
 from posjax.attention.tpu.tile_lists import tile_of
 
@@ -52,8 +52,11 @@ def forward(config: KernelConfig, x: Inputs, so_far: tuple | None = None):
     ``posjax.attention.rows``). With ``so_far``, output (float32 too) and log-sum-exp of other keys, the results are
     merged into these, in place.
     """
-    (batch, _, _, queries, _), heads, size = x.q.shape, config.heads, config.value_size
-    tiling, arrays = config.tilings[0], arrays_of(config, x, so_far)
+    batch, _, _, queries, _ = x.q.shape
+    heads = config.heads
+    size = config.value_size
+    tiling = config.tilings[0]
+    arrays = arrays_of(config, x, so_far)
     block = tiling.blocks.q
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
     out = shape(
@@ -78,7 +81,8 @@ def forward(config: KernelConfig, x: Inputs, so_far: tuple | None = None):
 
 def _kernel(config: KernelConfig, *refs):
     fields = len(KernelArrays._fields)
-    x, (out_ref, lse_ref, buffers, sums, state, arrived) = KernelArrays(*refs[:fields]), refs[fields:]
+    x = KernelArrays(*refs[:fields])
+    out_ref, lse_ref, buffers, sums, state, arrived = refs[fields:]
     b, h, i = (pl.program_id(n) for n in range(3))
     kinds = len(config.tilings[0].kinds)
     count, following = (x.visits.ends[0, n] for n in (kinds - 1, kinds))
@@ -98,7 +102,8 @@ def _kernel(config: KernelConfig, *refs):
     _begin(row)
     _sweep(row, following, slot, bounded=config.bounded)
     slot = (slot + count) & 1
-    state[0], state[1] = slot, ((count > 0) & (following >= 0)).astype(jnp.int32)
+    state[0] = slot
+    state[1] = ((count > 0) & (following >= 0)).astype(jnp.int32)
     _settle(row, bounded=config.bounded)
     if config.bounded:
         _check_bound(row, state, following, slot)
@@ -110,7 +115,8 @@ def _sweep(row: QueryRow, following, slot, *, bounded: bool) -> None:
     order = row.x.visits.order
 
     def visit(kind: Kind, n, _):
-        current, has_next = (slot + n) & 1, n + 1 < row.count
+        current = (slot + n) & 1
+        has_next = n + 1 < row.count
         upcoming = jnp.where(has_next, order[0, jnp.where(has_next, n + 1, 0)], following)
 
         @pl.when(upcoming >= 0)
@@ -173,7 +179,9 @@ def _resume(row: QueryRow, *, bounded: bool) -> None:
     """
     if row.x.lse is None:
         return
-    sums, lse, rest = row.sums, row.x.lse[:1], row.x.lse[1:]
+    sums = row.sums
+    lse = row.x.lse[:1]
+    rest = row.x.lse[1:]
     seen = lse > -jnp.inf
     top = jnp.where(seen, lse, LOWEST)
     if bounded:
@@ -198,7 +206,8 @@ def _bound(row: QueryRow):
     if config.softcap is not None:
         return _rounded_up(jnp.full_like(row.sums.tops, config.softcap))
     lengths = [jnp.sqrt(_squares(q)) * numbers[0, n] for n, q in enumerate(_queries(row))]
-    bound, query_constant = reduce(jnp.maximum, lengths) * _UP + numbers[0, len(lengths)], config.bias.own(row)
+    bound = reduce(jnp.maximum, lengths) * _UP + numbers[0, len(lengths)]
+    query_constant = config.bias.own(row)
     return _rounded_up(bound if query_constant is None else bound - query_constant)
 
 
@@ -252,7 +261,8 @@ def _clear(sums: ForwardSums) -> None:
 def _tile(row: QueryRow, tile: Tile, *, bounded: bool) -> None:
     """Adds a tile to the sums, part by part."""
     config, part = row.config, row.blocks.part
-    bias, level = config.bias, config.bias.level(row, tile)
+    bias = config.bias
+    level = config.bias.level(row, tile)
     # A soft cap applies to whole logits; without one, the level is added to the maximum of each query.
     within, level = (None, level) if config.softcap is None else (level, None)
     bias.begin_tile(row, tile)
@@ -268,11 +278,15 @@ def _tile(row: QueryRow, tile: Tile, *, bounded: bool) -> None:
 
 def _logits(row: QueryRow, tile: Tile, first: int, level):
     """Logits of some keys of a tile, with its level unless that is None."""
-    config, (queries, _, part), kind = row.config, row.blocks, tile.kind
-    keys, shape = pl.ds(first, part), (queries, part)
+    config = row.config
+    queries, _, part = row.blocks
+    kind = tile.kind
+    keys = pl.ds(first, part)
+    shape = (queries, part)
     q = row.x.q if row.sums.q is None else row.sums.q
     found = [product(q[n], row.buffers.k[tile.slot, m, keys, :], (1, 1)) for m, n in enumerate(kind.pairs)]
-    logits, seen = found[0], None
+    logits = found[0]
+    seen = None
     if kind.masked or len(found) > 1:
         seen, remapped_masks = config.pattern.on(
             *row.axes(tile, first), shape, masked=kind.masked, remap=len(found) > 1

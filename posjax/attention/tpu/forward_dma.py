@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from posjax.attention.tpu.call import Inputs, KernelConfig
 from posjax.attention.tpu.dma import Buffers, KernelArrays, TileRow
+from posjax.attention.tpu.inputs import Inputs, KernelConfig
 from posjax.attention.tpu.terms import LANES
 
 
@@ -35,8 +35,11 @@ def arrays_of(config: KernelConfig, x: Inputs, so_far: tuple | None) -> KernelAr
 def scratch(config: KernelConfig, x: KernelArrays) -> list:
     """Scratch memory: buffers of the copies, sums of a row, and semaphores."""
     q, k, _ = config.tilings[0].blocks
-    vmem, pairs, value_size = pltpu.VMEM, x.k.shape[2], config.value_size
-    wider, (copied, added, _) = config.bias.in_features or config.bound_in_features, config.bias.scratch(config, 0)
+    vmem = pltpu.VMEM
+    pairs = x.k.shape[2]
+    value_size = config.value_size
+    wider = config.bias.in_features or config.bound_in_features
+    copied, added, _ = config.bias.scratch(config, 0)
     size = config.size + wider * LANES
     buffers = Buffers(
         q=None,

@@ -211,7 +211,8 @@ def rope_values(config: DecoderConfig) -> dict[str, Any]:
 
 def length_value(config: DecoderConfig) -> dict[str, int]:
     """``max_position_embeddings``: the trained length, or the length that the rule extends to."""
-    rule, length = rule_of(config), config.trained_length
+    rule = rule_of(config)
+    length = config.trained_length
     if getattr(rule, "original_length", None) is not None:
         dynamic = rule.hf_type == "dynamic"
         length = rule.original_length if dynamic else reach(rule, config.trained_length)

@@ -76,7 +76,8 @@ class TensorFolder:
     def tensor(self, name: str) -> np.ndarray:
         """A tensor: memory-mapped if the folder is local, otherwise downloaded."""
         entry = self.entries[name]
-        path, size = f"{self._root}/{entry.file}", math.prod(entry.shape) * entry.dtype.itemsize
+        path = f"{self._root}/{entry.file}"
+        size = math.prod(entry.shape) * entry.dtype.itemsize
         if not size:
             return np.empty(entry.shape, entry.dtype)
         if is_local(self._files):
@@ -181,7 +182,8 @@ def _entry(name: str, fields: Mapping[str, Any], file: str, base: int, total: in
     known = fields["dtype"] in _DTYPES
     check(known, f"tensor {name!r} in {path} has dtype {shown(fields['dtype'])}; {', '.join(_DTYPES)} can be read")
     start, end = fields["data_offsets"]
-    dtype, shape = np.dtype(_DTYPES[fields["dtype"]]), tuple(fields["shape"])
+    dtype = np.dtype(_DTYPES[fields["dtype"]])
+    shape = tuple(fields["shape"])
     check(base + end <= total, f"{path} is cut short: tensor {name!r} ends after the end of the file")
     fits = end - start == math.prod(shape) * dtype.itemsize
     check(fits, f"{path} is broken: tensor {name!r} has {end - start} bytes, which do not fit its shape {shape}")

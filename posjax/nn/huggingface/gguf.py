@@ -86,20 +86,22 @@ class GGUF:
         """The metadata in the form of a ``config.json``."""
         found = {theirs: self._get(f"llama.{ours}") for ours, theirs in _KEYS.items()}
         found = {key: _shortest(value) for key, value in found.items() if value is not None}
-        rotated, size = self._get("llama.rope.dimension_count"), self._head_dim
+        rotated = self._get("llama.rope.dimension_count")
+        size = self._head_dim
         check(
             rotated in (None, size),
             f"llama.rope.dimension_count must be the head's size, {size}, found {shown(rotated)}",
         )
         names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
         ids = {theirs: self._get(f"tokenizer.ggml.{ours}") for ours, theirs in names.items()}
+        scaling = self._scaling()
         return {
             "model_type": "llama",
             "vocab_size": self.entries["model.embed_tokens.weight"].shape[0],
             "tie_word_embeddings": "lm_head.weight" not in self.entries,
             "hidden_act": "silu",
             **found,
-            **({"rope_scaling": scaling} if (scaling := self._scaling()) else {}),
+            **({"rope_scaling": scaling} if scaling else {}),
             **{key: value for key, value in ids.items() if value is not None},
         }
 

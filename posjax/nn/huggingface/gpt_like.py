@@ -98,7 +98,8 @@ def _gpt2_tensors(config: DecoderConfig) -> dict[str, View]:
     found = tables("transformer.wte", "lm_head")
     found["embedding/embedding/embedding"] = View("transformer.wpe.weight", "positions embed -> positions embed")
     for part, name in enumerate("qkv"):
-        heads, fused_name = "embed (3 heads size) -> embed heads size", f"{_H}attn.c_attn"
+        heads = "embed (3 heads size) -> embed heads size"
+        fused_name = f"{_H}attn.c_attn"
         found[f"block/attention/{name}"] = View(f"{fused_name}.weight", heads, part)
         found[f"block/attention/{name}_bias"] = View(f"{fused_name}.bias", "(3 heads size) -> heads size", part)
     found |= matrix("block/attention/o", f"{_H}attn.c_proj", "(heads size) embed -> heads size embed")

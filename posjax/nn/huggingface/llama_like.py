@@ -115,7 +115,8 @@ def _windowed(values: Values) -> Scheme:
     """A window in all layers or in no layer; transformers does not read ``layer_types`` of these families."""
     kind = FULL if values.get("sliding_window") is None else SLIDING
     other = set(layer_types(values, (kind,))) - {kind}
-    name, why = values["model_type"], "because of sliding_window; leave layer_types out"
+    name = values["model_type"]
+    why = "because of sliding_window; leave layer_types out"
     check(not other, f"config.json: layer_types has {', '.join(other)}, but all layers of {name} are {kind}, {why}")
     return rope_scheme(values, rope_rule(values), kind)
 
@@ -184,7 +185,9 @@ def _smollm3_schemes(values: Values) -> Any:
 
     The layers without RoPE have the window, if there is one.
     """
-    rule, count, every = rope_rule(values), values["num_hidden_layers"], values["no_rope_layer_interval"]
+    rule = rope_rule(values)
+    count = values["num_hidden_layers"]
+    every = values["no_rope_layer_interval"]
     rotating = values.get("no_rope_layers") or [(n + 1) % every for n in range(count)]
     check(len(rotating) >= count, f"config.json: no_rope_layers names {len(rotating)} layers of {count}")
     windows = values.get("use_sliding_window") and values.get("sliding_window") is not None
@@ -406,7 +409,8 @@ PHI3 = _family(
 def _phi3_scheme(values: Values) -> Scheme:
     """Plain RoPE or LongRoPE, the only rules that transformers reads for this family."""
     scheme = _windowed(values)
-    rule, size = scheme.features.frequencies, values["hidden_size"] // values["num_attention_heads"]
+    rule = scheme.features.frequencies
+    size = values["hidden_size"] // values["num_attention_heads"]
     check_choice("config.json: rope_type of phi3", rule.hf_type, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
     wanted = rotary.Plain(partial_rotary_factor=rule.partial_rotary_factor).rotary_dim(size) // 2
     found = len(getattr(rule, "long_factor", range(wanted)))
@@ -420,7 +424,8 @@ def _phi3_scheme(values: Values) -> Scheme:
 def _phi3_rope_values(config: DecoderConfig) -> dict[str, Any]:
     """Phi-3 reads the original length outside the rope parameters, and in transformers 4 also the rotated part."""
     found = rope_values(config)
-    inner, outer = found.get("rope_parameters", {}), ("original_max_position_embeddings", "partial_rotary_factor")
+    inner = found.get("rope_parameters", {})
+    outer = ("original_max_position_embeddings", "partial_rotary_factor")
     return found | {key: inner[key] for key in outer if key in inner}
 
 

@@ -172,7 +172,8 @@ def named_parameters(tree: Any) -> list[tuple[str, Any]]:
 
 def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Stored]:
     """Every parameter of a tree with its tensors. Raises ValueError for a parameter without a tensor."""
-    views, found = family.tensors(config), []
+    views = family.tensors(config)
+    found = []
     for path, leaf in named_parameters(parameters):
         name, layers = _name_and_layers(path, config)
         why = f"the layout of {family.model_type} has no tensor for the parameter {path} of shape {leaf.shape}"
@@ -197,11 +198,13 @@ def _name_and_layers(path: str, config: DecoderConfig) -> tuple[str, Sequence[in
 
 def check_tensors(source: Source, family: Family, config: DecoderConfig, parameters: Sequence[Stored]) -> None:
     """Raises ValueError for tensors that are missing, unexpected or of another shape than in the config."""
-    sizes, used = sizes_of(config), set()
+    sizes = sizes_of(config)
+    used = set()
     for parameter in parameters:
         for name in parameter.tensors:
-            entry = source.entries[found := _find(source, family, config, name)]
-            check_shape(parameter.view, sizes, found, entry.shape)
+            written = _find(source, family, config, name)
+            entry = source.entries[written]
+            check_shape(parameter.view, sizes, written, entry.shape)
             used.add(entry)
     tied = set(_of_tables(source, family, config)) if config.tied_head else ()
     left = [name for name, entry in source.entries.items() if entry not in used and name not in tied]
@@ -282,7 +285,9 @@ def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, s
 
 def _read(source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, name: str) -> jax.Array:
     """A parameter, or one layer of it, from its tensor."""
-    tensor, dtype, view = source.tensor(name), np.dtype(struct.dtype), dataclasses.replace(view, name=name)
+    tensor = source.tensor(name)
+    dtype = np.dtype(struct.dtype)
+    view = dataclasses.replace(view, name=name)
     return jax.make_array_from_callback(
         struct.shape, _sharding(struct), lambda index: view.read(tensor, sizes, index, dtype)
     )
@@ -292,7 +297,8 @@ def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str])
     """The layers, written one after the other into one array on the devices."""
     whole = _sharding(struct)
     one = jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=_of_layer(whole))
-    stack, put = jnp.zeros(struct.shape, struct.dtype, device=whole), _put(whole)
+    stack = jnp.zeros(struct.shape, struct.dtype, device=whole)
+    put = _put(whole)
     for row, name in enumerate(names):
         stack = put(stack, read(one, name), row, 0)
         # Wait, so that only one layer at a time is on the host: dispatched work keeps its arguments alive.
@@ -315,7 +321,8 @@ def _of_layer(sharding: Sharding) -> Sharding:
     """The sharding of one layer of a stack."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    layers, rest = sharding.spec[:1], sharding.spec[1:]
+    layers = sharding.spec[:1]
+    rest = sharding.spec[1:]
     whole = all(axis is None for axis in layers)
     check(whole, f"sharding: the axis of layers must be whole on every device, found {sharding.spec}")
     return NamedSharding(sharding.mesh, PartitionSpec(*rest))

@@ -44,7 +44,8 @@ class Mxfp4:
             return self._folder.tensor(name)
         experts, width, rows = self.entries[name].shape
         blocks, scales = (self._folder.tensor(name + end) for end in (_BLOCKS, _SCALES))
-        blocks, scales = blocks.reshape(-1, width // 32, 16), scales.reshape(-1, width // 32)
+        blocks = blocks.reshape(-1, width // 32, 16)
+        scales = scales.reshape(-1, width // 32)
         found = np.empty((experts * rows, width), jnp.bfloat16)
         step = max(1, _AT_ONCE // width)
         for n in range(0, len(found), step):
@@ -53,7 +54,8 @@ class Mxfp4:
 
     def _entry(self, name: str) -> Entry:
         """The entry of a packed tensor. Raises ValueError for blocks and scales that do not fit each other."""
-        blocks, scales = self._folder.entries[name + _BLOCKS], self._folder.entries.get(name + _SCALES)
+        blocks = self._folder.entries[name + _BLOCKS]
+        scales = self._folder.entries.get(name + _SCALES)
         check(scales is not None, f"tensor {name + _SCALES!r} is missing: the numbers of {name}{_BLOCKS} need scales")
         fits = len(blocks.shape) == 4 and blocks.shape[:3] == scales.shape and blocks.shape[3] == 16
         check(

@@ -19,7 +19,8 @@ def family_of(values: Mapping[str, Any]) -> Family:
     Raises ValueError for an unknown family, with the known ones; for models of more than text; for quantised tensors.
     """
     check("model_type" in values, "config.json lacks model_type: it is not the configuration of a released model")
-    name, quantised = values["model_type"], values.get("quantization_config")
+    name = values["model_type"]
+    quantised = values.get("quantization_config")
     check(
         not values.get("text_config"),
         f"config.json: {shown(name)} reads more than text, which Decoder does not; only its text part can be read",

@@ -106,7 +106,8 @@ def save_pretrained(
         check(not files.isfile(root), f"{path} is a file; choose a folder")
         _check_empty(path, names_in(files, root))
     _check_range(parameters, dtype)
-    layouts, first = lay_out(tensors, max_file_bytes), jax.process_index() == 0
+    layouts = lay_out(tensors, max_file_bytes)
+    first = jax.process_index() == 0
     copied = {} if like is None or not first else files_beside(like)
     others = copied | {CONFIG: f"{json.dumps(values, indent=2)}\n".encode()}
     with _partial(files, root) as partial:
@@ -185,7 +186,8 @@ def _family(config: DecoderConfig, name: str | None, like: Mapping[str, Any]) ->
 
 def _tensors(config: DecoderConfig, parameters: Sequence[Stored], dtype: str | None) -> dict[str, tuple]:
     """Dtype and shape of every tensor, in the order of layers."""
-    sizes, found = sizes_of(config), {}
+    sizes = sizes_of(config)
+    found = {}
     for leaf, view, tensors, layers in parameters:
         for layer, name in zip([-1] if layers is None else layers, tensors, strict=True):
             found[name] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
@@ -195,7 +197,8 @@ def _tensors(config: DecoderConfig, parameters: Sequence[Stored], dtype: str | N
 
 def _write(config: DecoderConfig, parameters: Sequence[Stored], layouts: list[FileLayout], folder: Path) -> None:
     """Writes every shard of this process, and waits for the disk."""
-    sizes, entries = sizes_of(config), {name: entry for layout in layouts for name, entry in layout.entries.items()}
+    sizes = sizes_of(config)
+    entries = {name: entry for layout in layouts for name, entry in layout.entries.items()}
     with jax.set_mesh(NO_MESH):
         for parameter in parameters:
             for name, index, values in _parts(parameter):

@@ -76,7 +76,8 @@ class View:
         parts = atom.split("+")
         if len(parts) == 1:
             return slice(None)
-        start, name = sum(_size(part, sizes) for part in parts[: self.part]), parts[self.part]
+        start = sum(_size(part, sizes) for part in parts[: self.part])
+        name = parts[self.part]
         return start if name.isdigit() else slice(start, start + sizes[name])
 
     def _remaining(self, atom: str) -> str:
@@ -109,7 +110,8 @@ def overflow(values: np.ndarray, dtype: np.dtype) -> float:
 
 def check_fits(name: str, largest: float, dtype: np.dtype) -> None:
     """Raises ValueError if a tensor has an ``overflow``; infinities and NaN that it holds already are kept."""
-    most, works = float(jnp.finfo(dtype).max), "float32" if dtype == jnp.bfloat16 else "bfloat16 or float32"
+    most = float(jnp.finfo(dtype).max)
+    works = "float32" if dtype == jnp.bfloat16 else "bfloat16 or float32"
     found = f"tensor {name!r} holds {largest:g}, which would be infinite in {dtype}, whose largest number is {most:g}"
     check(not largest, f"{found}; choose the dtype {works}")
 

@@ -15,7 +15,7 @@ from posjax.nn import Attention, DecoderConfig
 from posjax.scheme.presets import scheme as named
 from train.workshop.schedule.compiling import expected_cycles
 from train.workshop.schedule.implementations import schedule_of
-from train.workshop.schedule.posjax_kernels import CAUSAL, Case, arguments, on, operands
+from train.workshop.schedule.posjax_kernels import CAUSAL, Case, arguments, call, on
 from train.workshop.schedule.program import KernelShape
 
 LAYER_SHAPE = KernelShape(8192, 32, 128)
@@ -44,7 +44,7 @@ def measure(scheme: str, chip: str, timeout: int) -> AttentionLayer:
     The kernel is compiled alone, at its sizes in the layer, because listings of the projections take minutes to write.
     """
     others = expected_cycles(chip, "train.workshop.schedule.layer:make", {"scheme": scheme}, timeout)
-    blocks = cheapest_forward(on(chip), operands(Case(), *arguments(LAYER_SHAPE)))
+    blocks = cheapest_forward(on(chip), call(Case(), *arguments(LAYER_SHAPE)))
     name = CAUSAL[on(chip).wide]
     (cost,), _ = schedule_of(name, chip, LAYER_SHAPE, dict(zip(("q", "kv", "part"), blocks, strict=True)), timeout)
     return AttentionLayer(chip, scheme, others, cost.total_with_stalls, tuple(blocks))

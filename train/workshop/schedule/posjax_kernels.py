@@ -1,4 +1,4 @@
-"""posjax's own kernels as implementations: their extra operands, and how often the parts of their kernels run.
+"""posjax's own kernels as implementations: their extra arguments, and how often the parts of their kernels run.
 
 The counts come from the plan of tiles that the kernels themselves use (`posjax.attention.tiles`).
 """
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax._axes import narrowed
-from posjax.attention.backends import TPU
-from posjax.attention.operands import Operands, RemappedPair
-from posjax.attention.operation import attend_here
+from posjax.attention.call import Call, RemappedPair
+from posjax.attention.formulas import bias_form
+from posjax.attention.platform import computed, everywhere
 from posjax.attention.tiles import Blocks, Kind, TilePlan, plan_tiles
-from posjax.attention.tpu.biases import ByDistance, form_of
+from posjax.attention.tpu.backend import TPU
 from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import Options
 from posjax.bias import T5, ALiBi, Kerple
@@ -42,7 +42,7 @@ _ELSEWHERE = Blocks(512, 512, 512)
 
 @dataclass(frozen=True)
 class Case:
-    """The operands and options of attention, in addition to queries, keys and values."""
+    """The arguments and options of attention, in addition to queries, keys and values."""
 
     bias: Callable[[Any, int], Any] | None = None  # from learned numbers and the number of heads
     mask: Callable[[Any], Mask] = lambda ids: Causal()  # from the tokens' segment ids
@@ -84,15 +84,15 @@ def _segments(ids) -> Mask:
     return Causal() & Segments(ids)
 
 
-def operands(case: Case, q, k, v, numbers, ids) -> Operands:
-    """The operands of an attention call.
+def call(case: Case, q, k, v, numbers, ids) -> Call:
+    """A call of attention, with its usual scale.
 
     The features of remapped pairs differ from those of near ones; their values do not matter.
     """
     heads, tokens = k.shape[1:3]
     remap = () if case.beyond is None else (RemappedPair(_other(q), _other(k), Beyond(case.beyond)),)
     bias = case.bias and case.bias(numbers, heads)
-    return Operands(q, k, v, bias, case.mask(ids), Range(0, tokens), Range(0, tokens), remap)
+    return Call(q, k, v, bias, case.mask(ids), Range(0, tokens), Range(0, tokens), remap, scale=q.shape[-1] ** -0.5)
 
 
 def _other(x):
@@ -100,7 +100,7 @@ def _other(x):
 
 
 def arguments(shape: KernelShape) -> list:
-    """Abstract arguments for `operands`; every query head has its own keys."""
+    """Abstract arguments for `call`; every query head has its own keys."""
     keys = jax.ShapeDtypeStruct((1, shape.heads, shape.length, shape.head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((1, shape.heads, 1, *keys.shape[2:]), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, shape.length), jnp.int32)
@@ -116,8 +116,8 @@ def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
 
 
 def _planned(case: Case, shape: KernelShape, blocks: Blocks, ids) -> TilePlan:
-    x = operands(case, *arguments(shape)[:3], np.zeros(NUMBERS, np.float32), ids)
-    return plan_tiles(x, blocks, constant_from=x.bias.constant_from if form_of(x) is ByDistance else None)
+    x = call(case, *arguments(shape)[:3], np.zeros(NUMBERS, np.float32), ids)
+    return plan_tiles(x, blocks, constant_from=x.bias.constant_from if bias_form(x) == "by distance" else None)
 
 
 def _counted(plan: TilePlan, which) -> dict[Kind, int]:
@@ -243,7 +243,7 @@ def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, in
 
 def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids):
     options = Options(blocks=blocks, bounded=case.is_bounded(chip), on=on(chip))
-    return attend_here(TPU(options), operands(case, q, k, v, numbers, ids), q.shape[-1] ** -0.5)[0]
+    return computed(everywhere(TPU(options)), call(case, q, k, v, numbers, ids)).out
 
 
 def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids, d_out):
@@ -275,7 +275,7 @@ _BACKWARD = tuple(
     )
 )
 CAUSAL = _PLAIN, _BOUNDED, _BACK = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
-"""The names of implementations without extra operands."""
+"""The names of implementations without extra arguments."""
 
 
 def _forward_implementation(case: Case) -> Implementation:

@@ -11,7 +11,6 @@ import numpy as np
 from posjax._axes import fields_of, narrowed, sizes_of
 from posjax._checks import check, shown
 from posjax._slots import OfPairs, OfSomeHeads, OverPairs, check_registered, is_own, is_own_class
-from posjax.attention.operands import Operands
 from posjax.bias import Bias, ContextualBias
 from posjax.masks import Mask
 from posjax.positions import Positions, Range
@@ -20,19 +19,22 @@ from posjax.positions import Positions, Range
 _QUERIES, _KEYS = 2, 3
 
 
-def checked(x: Operands) -> Operands:
-    """The operands, with biases and masks from outside the library checked and ``on_device``.
+def check_custom(slots: Sequence[Bias | Mask | None], q, k, positions: tuple[Positions, Positions]) -> None:
+    """Checks the biases and masks from outside the library, and such parts of others, of one call.
+
+    Args:
+        slots: the bias and the masks of the call.
+        q, k: its queries and keys, ``[batch, length, heads, size]``.
+        positions: those of the queries and of the keys.
 
     Raises:
         ValueError: for a class that JAX does not know, or a tile of another shape or dtype, naming the class.
     """
-    slots = [x.bias, *x.masks]
     check_registered(slots)
     for part in (part for slot in slots for part in _own_parts(slot)):
         _check_axes(part.whole if isinstance(part, OfSomeHeads) else part)
         _check_derived(_kind(part))
-        _check_part(part, x)
-    return x.with_slots(on_device)
+        _check_part(part, q, k, positions)
 
 
 def on_device(slot: Any) -> Any:
@@ -83,14 +85,15 @@ def _own_parts(slot: OverPairs | None) -> Iterator[OverPairs]:
             yield from _own_parts(leaf)
 
 
-def has_own(x: Operands) -> bool:
-    """Whether a bias or mask of a call, or a part of one, was written outside the library."""
-    return any(True for slot in (x.bias, *x.masks) for _ in _own_parts(slot))
+def has_own(*slots: Bias | Mask | None) -> bool:
+    """Whether a bias or mask, or a part of one, was written outside the library."""
+    return any(True for slot in slots for _ in _own_parts(slot))
 
 
 def _check_axes(part: OverPairs) -> None:
     """Raises ValueError for a class with more arrays than the class that it inherits its axes from."""
-    kind, owner = type(part), _owner(type(part), "axes")
+    kind = type(part)
+    owner = _owner(type(part), "axes")
     if owner is kind or not dataclasses.is_dataclass(owner):
         return
     more = sorted(fields_of(part) - {field.name for field in dataclasses.fields(owner)})
@@ -123,25 +126,29 @@ def _owner(kind: type, name: str) -> type:
     return next(base for base in kind.__mro__ if name in vars(base))
 
 
-def _check_part(part: OverPairs, x: Operands) -> None:
+def _check_part(part: OverPairs, q, k, positions: tuple[Positions, Positions]) -> None:
     """Tries a tile of the call, and a tile of its first batch row if the rows differ."""
     if isinstance(part, ContextualBias):
         return
-    batch, kv_heads, group = x.q.shape[:3]
-    tile = _check_tile(part, x, batch, kv_heads * group)
+    batch, queries, heads = q.shape[:3]
+    keys = k.shape[1]
+    tile = _check_tile(part, batch, heads, (queries, keys), positions)
     if tile.ndim == 4 and tile.shape[0] != 1:
-        _check_tile(narrowed(part, batch=(0, 1)), x, 1, kv_heads * group)
+        _check_tile(narrowed(part, batch=(0, 1)), 1, heads, (queries, keys), positions)
 
 
-def _check_tile(part: OverPairs, x: Operands, batch: int, heads: int) -> jax.ShapeDtypeStruct:
-    q, k = min(_QUERIES, x.q.shape[3]), min(_KEYS, x.k.shape[2])
-    positions = [_like(p, batch, n) for p, n in ((x.q_positions, q), (x.kv_positions, k))]
+def _check_tile(
+    part: OverPairs, batch: int, heads: int, tokens: tuple[int, int], positions: tuple[Positions, Positions]
+) -> jax.ShapeDtypeStruct:
+    q, k = min(_QUERIES, tokens[0]), min(_KEYS, tokens[1])
+    positions = [_like(each, batch, n) for each, n in zip(positions, (q, k), strict=True)]
     method = _method(part)
     scores = [jax.ShapeDtypeStruct((batch, heads, q, k), jnp.float32)] if method == "apply" else []
     tile = _tile(part, method, (q, k), *scores, *positions)
-    name, kind = f"{_kind(part).__name__}.{method}", jnp.bool_ if isinstance(part, Mask) else jnp.floating
+    name = f"{_kind(part).__name__}.{method}"
+    kind = jnp.bool_ if isinstance(part, Mask) else jnp.floating
     check(jnp.issubdtype(tile.dtype, kind), f"{name} must be of dtype {kind.__name__}, found {tile.dtype}")
-    hint = "; name the axes of arrays of tokens in axes" if tile.shape[-2:] == (x.q.shape[3], x.k.shape[2]) else ""
+    hint = "; name the axes of arrays of tokens in axes" if tile.shape[-2:] == tokens else ""
     check(
         _fits(tile.shape, (batch, heads, q, k)) and not (isinstance(part, Mask) and tile.ndim == 3),
         f"{name} must give [batch, heads, queries, keys] = {(batch, heads, q, k)}, or a shape that broadcasts to it, "

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 def mesh_of(*trees: Any) -> AbstractMesh | None:
     """The mesh of the first array that has one, otherwise the mesh in use; None without either."""
     for leaf in jax.tree.leaves(trees):
-        if is_array(leaf) and not (mesh := jax.typeof(leaf).sharding.mesh).empty:
+        mesh = jax.typeof(leaf).sharding.mesh if is_array(leaf) else None
+        if mesh is not None and not mesh.empty:
             return mesh
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh

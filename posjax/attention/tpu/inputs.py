@@ -21,7 +21,8 @@ from posjax.attention.tpu.tile_lists import Lists
 GRID = ("parallel", "parallel", "arbitrary")
 """Batch and heads may go to different cores; the rows of tiles of a head run one after the other."""
 
-LOG2E, LN2 = math.log2(math.e), math.log(2)
+LOG2E = math.log2(math.e)
+LN2 = math.log(2)
 """Logits are in base 2: ``2^(z log2 e) = e^z``. Gradients with respect to them lack a factor ``ln 2``."""
 
 

@@ -1,21 +1,22 @@
-"""Entering a mesh: one ``shard_map``, with the batch rows, tokens and heads of each device given by a placement."""
+"""Entering a mesh: how a call is split over it, and one ``shard_map`` over its axes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from posjax._axes import Names, each
 from posjax._checks import check
+from posjax._mesh import axes_of, explicit_spec, is_array, mesh_of, on_auto_axes
 from posjax._slots import OverPairs
-from posjax.attention.sharded.automatic import is_array, on_auto_axes
-from posjax.attention.sharded.placement import Placement
-from posjax.attention.sharded.split import Split
+from posjax.attention.placement import Placement
 from posjax.masks import as_mask
 from posjax.positions import Range
 
+Partition = NamedSharding | PartitionSpec
+_LAYOUT = "[batch, queries, heads, size]"
 _AXES = {
     "gates": ("batch", "heads", "queries"),
     "length": ("batch",),
@@ -25,6 +26,80 @@ _AXES = {
 """The axes of the arrays ``per_row`` by name; arrays of other names have batch, tokens, and axes that are not split."""
 
 _TOKENS = ("queries", "keys")
+
+
+def split_of(q, k, v, partition: Partition | None) -> tuple[Mesh | AbstractMesh, Placement] | None:
+    """The mesh of the arrays of a call and its placement there; None if neither types nor ``partition`` give one.
+
+    The types of arrays give the split over Explicit axes, ``partition`` gives the split over Auto axes. If neither
+    splits anything, every device computes everything.
+
+    Args:
+        q: queries ``[batch, queries, heads, size]``.
+        k: keys.
+        v: values.
+        partition: the spec of the queries over the Auto axes.
+
+    Raises:
+        ValueError: for a sequence or a head that is split, and for a partition that does not fit the mesh.
+    """
+    mesh = _mesh(q, k, v, partition)
+    if mesh is None or not _has_layout(mesh, partition):
+        return None
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_whole(name, _explicit_axes(x))
+    requested = _partition_axes(partition, mesh)
+    _check_whole("placement", requested)
+    rows, _, heads, _ = (a + b for a, b in zip(_explicit_axes(q), requested, strict=True))
+    return mesh, Placement(batch=rows, heads=heads or None)
+
+
+def _mesh(q, k, v, partition: Partition | None) -> Mesh | AbstractMesh | None:
+    """The mesh of a call."""
+    found = mesh_of(q, k, v)
+    if isinstance(partition, NamedSharding):
+        fits = found is None or dict(found.shape).items() <= dict(partition.mesh.shape).items()
+        check(
+            fits, f"placement: its mesh {dict(partition.mesh.shape)} is not that of the arrays, {found and found.shape}"
+        )
+        return partition.mesh
+    check(partition is None or found is not None, "placement: found no mesh; give a NamedSharding or use jax.set_mesh")
+    return found
+
+
+def _has_layout(mesh: Mesh | AbstractMesh, partition: Partition | None) -> bool:
+    """Whether types or the caller give a split over axes outside any ``shard_map``."""
+    return bool(mesh.explicit_axes or (partition is not None and mesh.auto_axes))
+
+
+def _explicit_axes(x) -> tuple[tuple[str, ...], ...]:
+    """The Explicit axes of a mesh that each axis of an array is split over."""
+    return tuple(axes_of(part) for part in explicit_spec(x))
+
+
+def _partition_axes(partition: Partition | None, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
+    """The Auto axes of a mesh that the caller's partition splits each axis of the queries over."""
+    spec = PartitionSpec() if partition is None else getattr(partition, "spec", partition)
+    check(isinstance(spec, PartitionSpec), f"placement must be a NamedSharding or PartitionSpec, found {spec!r}")
+    check(len(spec) <= 4, f"placement must have at most the axes {_LAYOUT}, found {spec}")
+    named = [axes_of(part) for part in spec] + [()] * (4 - len(spec))
+    known, auto = mesh.axis_names, mesh.auto_axes
+    unknown = [name for names in named for name in names if name not in known]
+    check(not unknown, f"placement: the mesh has no axis {unknown}; it has {list(mesh.axis_names)}")
+    return tuple(tuple(name for name in names if name in auto) for names in named)
+
+
+def _check_whole(name: str, axes: tuple[tuple[str, ...], ...]) -> None:
+    """Raises ValueError for a split sequence or head size."""
+    check(
+        not axes[1],
+        f"{name}: its sequence is split over mesh axis {axes[1]}, but attention reads whole sequences; for context "
+        "parallelism use posjax.attention.sharded.attend_on_mesh with Placement(context=...)",
+    )
+    check(
+        not axes[3],
+        f"{name}: the size of its heads is split over mesh axis {axes[3]}; gather it first, with jax.sharding.reshard",
+    )
 
 
 def attend_on_mesh(
@@ -86,17 +161,24 @@ def enter(
     return on_auto_axes(jax.jit(inside), replicated, projected, dict(per_row), like=tokens)
 
 
-def over_mesh(split: Split, function: Callable[..., Any], projected, params, options: Mapping[str, Any]) -> Any:
+def over_mesh(
+    mesh: Mesh | AbstractMesh,
+    placement: Placement,
+    function: Callable[..., Any],
+    projected,
+    params,
+    options: Mapping[str, Any],
+) -> Any:
     """``function(*projected, **options, placement=...)`` on every device's batch rows and heads.
 
     Args:
-        split: the mesh and the placement.
+        mesh, placement: the result of ``split_of``.
         function: for instance ``Scheme.attend``; see ``attend_on_mesh``.
         projected: see ``attend_on_mesh``.
         params: the argument ``params`` of the function, the same on all devices; or None.
         options: other arguments. Arguments with arrays have the names that ``per_row`` has in ``attend_on_mesh``.
     """
-    placement = split.placement.for_key_heads(split.mesh.shape, projected[1].shape[2])
+    placement = placement.for_key_heads(mesh.shape, projected[1].shape[2])
     arrays = {name: value for name, value in options.items() if any(map(is_array, jax.tree.leaves(value)))}
     rest = {name: value for name, value in options.items() if name not in arrays} | {"placement": placement}
 
@@ -104,7 +186,7 @@ def over_mesh(split: Split, function: Callable[..., Any], projected, params, opt
         params_option = {} if params is None else {"params": params}
         return function(*projected, **params_option, **arrays, **rest)
 
-    return enter(split.mesh, placement, inside, params, projected, arrays)
+    return enter(mesh, placement, inside, params, projected, arrays)
 
 
 def _spec(placement: Placement, axes: Names) -> PartitionSpec:
@@ -114,7 +196,8 @@ def _spec(placement: Placement, axes: Names) -> PartitionSpec:
 
 def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]) -> Any:
     """The specs of a tree of arrays: each axis is split if the array has its full size."""
-    default_names, sizes = _AXES.get(name, ("batch", "queries")), sizes | dict.fromkeys(_TOKENS, sizes["length"])
+    default_names = _AXES.get(name, ("batch", "queries"))
+    sizes = sizes | dict.fromkeys(_TOKENS, sizes["length"])
 
     def spec_of(array, names: Names) -> PartitionSpec:
         if isinstance(array, Range) or jnp.ndim(array) < len(names):

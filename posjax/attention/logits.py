@@ -1,107 +1,23 @@
-"""The operands of every attention backend, in one canonical form."""
+"""What all backends compute from a tile of queries and keys: scores, biases, caps, masks, decay and their products."""
 
-import dataclasses
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax._axes import WithAxes
 from posjax._checks import check
 from posjax._lowered import vary, varying
-from posjax._numbers import at_least_float32, is_array_number, is_number, level, positive_number, register_numbers
+from posjax._numbers import at_least_float32, is_number, level
 from posjax.bias import Bias
-from posjax.masks import Mask
-from posjax.positions import Positions, difference
+from posjax.positions import difference
 
 LANES = 128
 """Lanes of a TPU register."""
 
-RUN = 128
-"""Tokens of the smallest tile of the kernels; ``Operands.run`` is a multiple of it."""
-
 _LARGEST_EXPONENT = 40.0
-
-_QUERIES = ("batch", "kv_heads", "group", "queries", "size")
-_KEYS = ("batch", "kv_heads", "keys", "size")
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "mask"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class RemappedPair(WithAxes):
-    """A ``Branch`` with queries and keys in the layout of ``Operands``."""
-
-    q: Float[Array, "batch kv_heads group queries size"]
-    k: Float[Array, "batch kv_heads keys size"]
-    mask: Mask
-
-    axes: ClassVar = {"q": _QUERIES, "k": _KEYS}
-
-
-@partial(register_numbers, scalars=("softcap",), structure=("run",))
-@dataclasses.dataclass(frozen=True)
-class Operands(WithAxes):
-    """Checked and bound inputs of one attention call; query heads are grouped by key head.
-
-    Args:
-        q: ``[batch, kv heads, group, queries, size]``, already multiplied by the scale.
-        k: ``[batch, kv heads, keys, size]``.
-        v: ``[batch, kv heads, keys, value size]``.
-        bias: a bound bias or None.
-        mask: a mask or None.
-        q_positions: ``Range``, ``[queries]`` or ``[batch, queries]``.
-        kv_positions: ``Range``, ``[keys]`` or ``[batch, keys]``.
-        remap: the pairs of features that replace the first one in their masks.
-        decay: rates ``a`` of ``sum_c q_c k_c exp(-a_c (i - j))``, ``[size]``, or None.
-        softcap: ``c`` in ``c tanh(logit / c)``, or None: a number, or a scalar array in the dtype of the logits.
-        run: the length of a run, a multiple of ``RUN``, if queries and keys are several runs of consecutive tokens from
-            distant parts of the sequence. Then no tile holds tokens of two runs: most pairs of such a tile might be
-            hidden, and numbers relative to its first token might be large.
-    """
-
-    q: Float[Array, "batch kv_heads group queries size"]
-    k: Float[Array, "batch kv_heads keys size"]
-    v: Float[Array, "batch kv_heads keys value_size"]
-    bias: Bias | None
-    mask: Mask | None
-    q_positions: Positions
-    kv_positions: Positions
-    remap: tuple[RemappedPair, ...] = ()
-    decay: Float[Array, "size"] | None = None
-    softcap: float | Float[Array, ""] | None = None
-    run: int | None = None
-
-    axes: ClassVar = {
-        "q": _QUERIES,
-        "k": _KEYS,
-        "v": _KEYS,
-        "q_positions": ("batch", "queries"),
-        "kv_positions": ("batch", "keys"),
-    }
-
-    @property
-    def pairs(self) -> tuple[tuple[Array, Array], ...]:
-        """The queries and keys of the first pair of features and of every remapped one."""
-        return ((self.q, self.k), *((pair.q, pair.k) for pair in self.remap))
-
-    @property
-    def masks(self) -> tuple[Mask | None, ...]:
-        """The mask, and the mask of every remapped pair."""
-        return self.mask, *(pair.mask for pair in self.remap)
-
-    def with_slots(self, function: Callable) -> "Operands":
-        """The operands with ``function`` applied to the bias and to every mask that is not None."""
-
-        def mapped(slot):
-            return None if slot is None else function(slot)
-
-        remap = tuple(dataclasses.replace(pair, mask=mapped(pair.mask)) for pair in self.remap)
-        return dataclasses.replace(self, bias=mapped(self.bias), mask=mapped(self.mask), remap=remap)
 
 
 def merge_heads(x):
@@ -169,18 +85,6 @@ def with_bias(
 def capped(softcap, logits: Float[Array, "*b q k"]) -> Float[Array, "*b q k"]:
     """``c tanh(z / c)``, or ``z`` without a soft cap ``c``."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-
-
-def checked_softcap(softcap, q: Array) -> float | Float[Array, ""] | None:
-    """The soft cap of a call: None, a number, or a scalar array in the dtype of the logits, perhaps learned.
-
-    Raises:
-        ValueError: unless it is positive and finite; only checked if its value is known.
-    """
-    if softcap is None:
-        return None
-    softcap = positive_number("softcap", softcap)
-    return softcap.astype(statistics_dtype(q)) if is_array_number(softcap) else softcap
 
 
 def decay_factors(
