@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from posjax._checks import check, check_choice
-from posjax._numbers import level
+from posjax._numbers import align_ranks
 from posjax.positions import Positions, Range, as_array
 
 # 1 / (2 pi) to 50 digits: a float64 would have an error of 2e-7 rad at position 2^31.
@@ -133,7 +133,7 @@ def angles(
     positions = positions[..., None]
 
     def align(array: Array) -> tuple[Array, Array]:
-        return level(positions, array if array.ndim == 3 else jnp.expand_dims(array, -2))
+        return align_ranks(positions, array if array.ndim == 3 else jnp.expand_dims(array, -2))
 
     if precision == "hf" or not frequencies.is_exact:
         aligned, values = align(frequencies.value)

@@ -81,27 +81,27 @@ def _aligned(array: Any, names: Names) -> Names:
 
 def names_of(tree: Any) -> list[Names]:
     """The names of the axes of every leaf of a tree, in leaf order; ``()`` for the start of a ``Range``."""
-    found = []
+    leaf_names = []
 
     def note(array, names: Names):
-        found.extend([()] * len(jax.tree.leaves(array)) if isinstance(array, Range) else [names])
+        leaf_names.extend([()] * len(jax.tree.leaves(array)) if isinstance(array, Range) else [names])
         return array
 
     each(tree, note)
-    return found
+    return leaf_names
 
 
 def sizes_of(tree: Any, axis: str) -> set[int]:
     """How many entries the arrays of a tree have along an axis."""
-    found = set()
+    sizes = set()
 
     def look(array, names: Names):
         if axis in names:
-            found.add(array.length if isinstance(array, Range) else array.shape[names.index(axis)])
+            sizes.add(array.length if isinstance(array, Range) else array.shape[names.index(axis)])
         return array
 
     each(tree, look)
-    return found
+    return sizes
 
 
 def narrowed(tree: Any, **parts: tuple[Any, int]) -> Any:

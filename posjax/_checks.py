@@ -32,7 +32,7 @@ _LONGEST = 100
 _MOST = 16
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """The text for a value in a message: dtype and shape of an array, type of a tree of arrays, name of a class.
 
     For any other value it is the repr, shortened.
@@ -67,7 +67,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises unless ``value`` is one of ``choices``; suggests the nearest one."""
     if isinstance(value, str) and value in choices:
         return
-    raise ValueError(f"{name}: unknown value {shown(value)}{nearest(value, sorted(choices))}")
+    raise ValueError(f"{name}: unknown value {describe(value)}{nearest(value, sorted(choices))}")
 
 
 def is_known(array: Any) -> bool:
@@ -77,8 +77,8 @@ def is_known(array: Any) -> bool:
 
 def check_array(name: str, value: Any) -> None:
     """Raises unless ``value`` is a NumPy or JAX array."""
-    found = isinstance(value, jax.Array | np.ndarray)
-    check(found, f"{name} must be an array, found {shown(value)}; jnp.asarray makes one of a list of numbers")
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    check(is_array, f"{name} must be an array, found {describe(value)}; jnp.asarray makes one of a list of numbers")
 
 
 def check_float(name: str, array: Any) -> None:
@@ -106,15 +106,15 @@ def check_heads(name: str, array: Any) -> None:
 def check_positive(name: str, value: Any) -> None:
     """Raises unless ``value`` is a finite number greater than zero."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    check(number and value > 0, f"{name} must be positive{_host(value)}, found {shown(value)}")
-    check(value < math.inf, f"{name} must be finite, found {shown(value)}")
+    check(number and value > 0, f"{name} must be positive{_host(value)}, found {describe(value)}")
+    check(value < math.inf, f"{name} must be finite, found {describe(value)}")
 
 
 def check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
     """Raises unless ``value`` is a finite Python or NumPy number of at least ``at_least``."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     bound = "" if at_least == -math.inf else f" of at least {at_least}"
-    check(number and value >= at_least, f"{name} must be a number{bound}{_host(value)}, found {shown(value)}")
+    check(number and value >= at_least, f"{name} must be a number{bound}{_host(value)}, found {describe(value)}")
 
 
 def check_finite(name: str, value: Any) -> None:
@@ -132,7 +132,7 @@ def _host(value: Any) -> str:
 
 def check_flag(name: str, value: Any) -> None:
     """Raises unless ``value`` is True or False: the text "false" would count as true."""
-    check(isinstance(value, bool | np.bool_), f"{name} must be True or False, found {shown(value)}")
+    check(isinstance(value, bool | np.bool_), f"{name} must be True or False, found {describe(value)}")
 
 
 def check_flags(spec: Any, prefix: str = "") -> None:
@@ -145,7 +145,7 @@ def check_flags(spec: Any, prefix: str = "") -> None:
 def check_count(name: str, value: Any) -> None:
     """Raises unless ``value`` is a whole number greater than zero."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    check(whole and value > 0, f"{name} must be positive and whole{_host(value)}, found {shown(value)}")
+    check(whole and value > 0, f"{name} must be positive and whole{_host(value)}, found {describe(value)}")
 
 
 def check_counts(**values: Any) -> None:
@@ -160,12 +160,12 @@ def check_length(length: Any) -> None:
         check(length is None or length > 0, f"length must be at least 1, found {length}")
         return
     whole = isinstance(length, jax.Array | np.ndarray) and jnp.issubdtype(length.dtype, jnp.integer)
-    check(whole, f"length must be a whole number or an array of them, found {shown(length)}")
+    check(whole, f"length must be a whole number or an array of them, found {describe(length)}")
     if isinstance(length, np.ndarray) and length.size:
         check(length.min() > 0, f"length must be at least 1, found {length.min()}")
 
 
-def take(params: Mapping[str, Any] | None, spec: Any, **shapes: tuple[int | str, ...]) -> tuple[Any, ...]:
+def params_of(params: Mapping[str, Any] | None, spec: Any, **shapes: tuple[int | str, ...]) -> tuple[Any, ...]:
     """The named parameters of a spec, in the order of ``shapes``; a string in a shape stands for any size.
 
     Raises:
@@ -175,14 +175,14 @@ def take(params: Mapping[str, Any] | None, spec: Any, **shapes: tuple[int | str,
     hint = f"{type(spec).__name__}(...).init makes them"
     check(set(shapes) <= set(params or {}), f"params must hold {names}: {hint}")
     for name, shape in shapes.items():
-        found = params[name].shape
-        check(_fits(found, shape), f"{name} must have shape {shape}, found {found}: {hint}")
+        actual_shape = params[name].shape
+        check(_fits(actual_shape, shape), f"{name} must have shape {shape}, found {actual_shape}: {hint}")
     return tuple(params[name] for name in shapes)
 
 
-def _fits(found: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
+def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
     """Whether a shape fits ``wanted``, in which a string stands for any size."""
-    return len(found) == len(wanted) and all(isinstance(b, str) or a == b for a, b in zip(found, wanted, strict=True))
+    return len(shape) == len(wanted) and all(isinstance(b, str) or a == b for a, b in zip(shape, wanted, strict=True))
 
 
 def check_even(name: str, value: int) -> None:

@@ -183,8 +183,10 @@ def _transposed(cotangents, *arrays, function: Lowered) -> list:
     constants = arrays[:first_linear]
     last = arrays[first_linear:]
     cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-    found = function.transposed(constants, cotangents)
-    return [None] * first_linear + [x if ad.is_undefined_primal(y) else None for x, y in zip(found, last, strict=True)]
+    gradients = function.transposed(constants, cotangents)
+    return [None] * first_linear + [
+        x if ad.is_undefined_primal(y) else None for x, y in zip(gradients, last, strict=True)
+    ]
 
 
 _lowered_p.def_impl(_eager)

@@ -52,8 +52,8 @@ def register_numbers(cls: type, scalars: tuple[str, ...], structure: tuple[str, 
 
     def leaves_of(value) -> tuple[str, ...]:
         """The names of the fields that are leaves."""
-        found = ((name, getattr(value, name)) for name in names if name not in structure)
-        return tuple(name for name, x in found if name not in scalars or not _is_structure(x))
+        named_values = ((name, getattr(value, name)) for name in names if name not in structure)
+        return tuple(name for name, x in named_values if name not in scalars or not _is_structure(x))
 
     def flatten(value):
         # Leaves stay leaves: transformations replace them with placeholders such as None, 0 or a tuple.
@@ -113,7 +113,7 @@ def positive_number(name: str, value: Any) -> float | jax.Array:
     return value if is_array_number(value) else value.item() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def level(*arrays) -> tuple:
+def align_ranks(*arrays) -> tuple:
     """The arrays with leading axes of 1, all of one rank: they broadcast without implicit rank promotion too."""
     rank = max(x.ndim for x in arrays)
     return tuple(x.reshape((1,) * (rank - x.ndim) + x.shape) for x in arrays)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax import export
 
-from posjax._checks import check, shown
+from posjax._checks import check, describe
 
 
 def register(*classes: type) -> None:
@@ -48,7 +48,9 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
-    check(dataclasses.is_dataclass(value), f"jax.export: {shown(value)} in the structure of a pytree cannot be written")
+    check(
+        dataclasses.is_dataclass(value), f"jax.export: {describe(value)} in the structure of a pytree cannot be written"
+    )
     fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return {"class": _name(type(value)), "fields": fields}
 

@@ -73,8 +73,8 @@ class OverPairs(WithAxes):
         )
 
 
-def _fits(found: int, wanted: int | None) -> bool:
-    return wanted is None or found == wanted
+def _fits(size: int, wanted: int | None) -> bool:
+    return wanted is None or size == wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class OfPairs(OverPairs):
         """Raises ValueError unless the array broadcasts to the call; attention itself compares the heads."""
         fits = zip(self.array.shape, (batch, self.array.shape[1], queries, keys), strict=True)
         check(
-            all(found in (1, wanted) for found, wanted in fits),
+            all(size in (1, wanted) for size, wanted in fits),
             f"{self.name} must broadcast to [batch, heads, queries, keys] = [{batch}, heads, {queries}, {keys}], "
             f"found shape {self.array.shape}",
         )
@@ -136,12 +136,12 @@ class OfSomeHeads(OverPairs):
         return self.whole.reads_positions
 
 
-def is_own(part: Any) -> bool:
+def is_custom(part: Any) -> bool:
     """Whether the class of a bias or mask was written outside the library."""
-    return is_own_class(type(part.whole if isinstance(part, OfSomeHeads) else part))
+    return is_custom_class(type(part.whole if isinstance(part, OfSomeHeads) else part))
 
 
-def is_own_class(kind: type) -> bool:
+def is_custom_class(kind: type) -> bool:
     """Whether a class was written outside the library."""
     return not kind.__module__.startswith("posjax.")
 

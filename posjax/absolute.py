@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._angles import as_real_positions, exact, real_angles
-from posjax._checks import check, check_choice, check_count, check_even, check_number, shown
-from posjax._numbers import LARGEST, level
+from posjax._checks import check, check_choice, check_count, check_even, check_number, describe
+from posjax._numbers import LARGEST, align_ranks
 from posjax.positions import Positions, Range, as_array
 
 CONVENTIONS = ("interleaved", "concatenated", "tensor2tensor")
@@ -97,7 +97,7 @@ def hierarchical(
     array = _within(positions, end, f"the {n}^2 positions that a table of max_length {n} encodes")
     first = _rows(table, jnp.where(array < end, array // n, n))
     fine = _rows(table, array % n)
-    first, origin = level(first, table[0].astype(jnp.float32))
+    first, origin = align_ranks(first, table[0].astype(jnp.float32))
     return fine + np.float32(alpha / (1 - alpha)) * (first - origin)
 
 
@@ -180,7 +180,7 @@ class Learned(Embedding):
     def __post_init__(self):
         check_count("max_length", self.max_length)
         fits = self.max_length <= LARGEST
-        check(fits, f"max_length must be at most {LARGEST}, as positions are int32; found {shown(self.max_length)}")
+        check(fits, f"max_length must be at most {LARGEST}, as positions are int32; found {describe(self.max_length)}")
         check_number("stddev", self.stddev, at_least=0)
 
     @property

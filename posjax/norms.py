@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_flags, check_number, take
-from posjax._numbers import level, widened
+from posjax._checks import check_flags, check_number, params_of
+from posjax._numbers import align_ranks, widened
 
 
 def rms_norm(
@@ -26,7 +26,7 @@ def rms_norm(
     axes = tuple(range(-1 if gain is None else -gain.ndim, 0))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + eps)
     if gain is not None:
-        normed, gain = level(normed, gain.astype(wide.dtype))
+        normed, gain = align_ranks(normed, gain.astype(wide.dtype))
         normed = normed * gain
     return normed.astype(x.dtype)
 
@@ -130,7 +130,7 @@ class QKNorm(_WithEps):
         """
         if not self.gain:
             return qk_norm(q, k, eps=self.eps)
-        gains = take(params, self, q=q.shape[-1:], k=k.shape[-1:])
+        gains = params_of(params, self, q=q.shape[-1:], k=k.shape[-1:])
         offset = 1.0 if self.unit_offset else 0.0
         return qk_norm(q, k, *(gain.astype(jnp.float32) + offset for gain in gains), eps=self.eps)
 

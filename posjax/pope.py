@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, take
-from posjax._numbers import level, widened
+from posjax._checks import check, check_choice, params_of
+from posjax._numbers import align_ranks, widened
 from posjax._slots import Features
 from posjax.rotary import FrequencyRule, Plain
 from posjax.rotary.rules import check_angles
@@ -75,8 +75,8 @@ class PoPE(Features):
 
     def key(self, params, k, positions, *, head_dim: int, length=None):
         """``softplus(k) (cos(p theta + delta), sin(p theta + delta))``, with the dtype of ``k``."""
-        (delta,) = take(params, self, delta=k.shape[-2:])
-        cos, sin, delta = level(*self._phases(k, params, positions, head_dim, length), clip_delta(delta))
+        (delta,) = params_of(params, self, delta=k.shape[-2:])
+        cos, sin, delta = align_ranks(*self._phases(k, params, positions, head_dim, length), clip_delta(delta))
         return _polar(k, cos * jnp.cos(delta) - sin * jnp.sin(delta), sin * jnp.cos(delta) + cos * jnp.sin(delta))
 
     def _phases(self, x, params, positions, head_dim: int, length) -> tuple[Array, Array]:
@@ -85,7 +85,7 @@ class PoPE(Features):
         table = self.frequencies.table(
             positions, head_dim=2 * head_dim, length=length, params=params, precision=self.precision
         )
-        return level(x, *(part[..., None, :] for part in table))[1:]
+        return align_ranks(x, *(part[..., None, :] for part in table))[1:]
 
 
 def clip_delta(delta: Float[Array, "kv_heads head_dim"]) -> Float[Array, "kv_heads head_dim"]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from posjax._checks import check, check_rank, is_known, shown
+from posjax._checks import check, check_rank, describe, is_known
 
 _INT32 = np.iinfo(np.int32)
 
@@ -39,7 +39,9 @@ class Range:
                 f"positions {start} .. {start + length - 1} do not fit in int32",
             )
         else:
-            check(hasattr(start, "dtype"), f"start must be an integer or an int32 scalar array, found {shown(start)}")
+            check(
+                hasattr(start, "dtype"), f"start must be an integer or an int32 scalar array, found {describe(start)}"
+            )
             check(jnp.ndim(start) == 0, f"start must be a scalar, found shape {jnp.shape(start)}")
             check(jnp.issubdtype(start.dtype, jnp.integer), f"start must be an integer, found {start.dtype}")
         self.start = start
@@ -51,7 +53,7 @@ class Range:
         return isinstance(self.start, int)
 
     def __repr__(self) -> str:
-        return f"Range(start={shown(self.start)}, length={self.length})"
+        return f"Range(start={describe(self.start)}, length={self.length})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Range) and (self.start, self.length) == (other.start, other.length)
@@ -122,7 +124,7 @@ def arange(length: int, offset: int | Int[Array, "*batch"] = 0) -> Int[Array, "*
     Raises ValueError for a length that is negative or not a Python int, and an offset that is not an integer.
     """
     whole = isinstance(length, int | np.integer) and length >= 0
-    check(whole, f"length must be a whole number of at least 0, found {shown(length)}")
+    check(whole, f"length must be a whole number of at least 0, found {describe(length)}")
     offset = offset if isinstance(offset, jax.Array) else np.asarray(offset)
     check(offset.ndim <= 1, f"offset must be a scalar or [batch], found shape {offset.shape}")
     check(jnp.issubdtype(offset.dtype, jnp.integer), f"offset must be an integer, found {offset.dtype}")

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_counts, check_number, check_positive, shown
+from posjax._checks import check, check_count, check_counts, check_number, check_positive, describe
 from posjax._slots import Features
 from posjax.masks import Beyond, ChunksApart, FirstTokens, Mask, Window
 from posjax.positions import Positions, as_array
@@ -55,10 +55,10 @@ class Branch:
 
 def branches(remap: Any) -> tuple[Branch, ...]:
     """The branches of ``remap``, one or several, as a tuple. Raises ValueError for anything else."""
-    found = (remap,) if isinstance(remap, Branch) else remap
-    fits = isinstance(found, Sequence) and all(isinstance(branch, Branch) for branch in found)
-    check(fits, f"remap must be a posjax.remap.Branch or several, found {shown(remap)}")
-    return tuple(found)
+    entries = (remap,) if isinstance(remap, Branch) else remap
+    fits = isinstance(entries, Sequence) and all(isinstance(branch, Branch) for branch in entries)
+    check(fits, f"remap must be a posjax.remap.Branch or several, found {describe(remap)}")
+    return tuple(entries)
 
 
 class Remap:

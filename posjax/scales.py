@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_flags, check_number, check_positive, take
-from posjax._numbers import LARGEST, is_number, level
+from posjax._checks import check, check_count, check_flags, check_number, check_positive, params_of
+from posjax._numbers import LARGEST, align_ranks, is_number
 from posjax.positions import Positions, as_array
 
 SSMAX_INITIAL = 0.168
@@ -73,7 +73,7 @@ def ssmax(
         s: learned slope of each head.
         b: learned offset of each head, zero if absent (the paper trains both forms).
     """
-    n, *learned = level(_log(jnp.maximum(visible, 1))[..., None], s, *([] if b is None else [b]))
+    n, *learned = align_ranks(_log(jnp.maximum(visible, 1))[..., None], s, *([] if b is None else [b]))
     s, *b = (x.astype(jnp.float32) for x in learned)
     return sum(b, n * s)
 
@@ -324,7 +324,7 @@ class SSMax(Scale):
             ValueError: if ``params`` are not those of ``init`` for ``num_heads``.
         """
         names = ("s", "b") if self.bias else ("s",)
-        return ssmax(visible, *take(params, self, **dict.fromkeys(names, (num_heads,))))
+        return ssmax(visible, *params_of(params, self, **dict.fromkeys(names, (num_heads,))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,5 +503,5 @@ class LearnedCosineScale(Scale):
         Raises:
             ValueError: if ``params`` are not those of ``init``.
         """
-        (g,) = take(params, self, g=())
+        (g,) = params_of(params, self, g=())
         return g.astype(jnp.float32).reshape(1, 1)

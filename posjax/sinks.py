@@ -12,7 +12,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import take
+from posjax._checks import params_of
 
 
 class Sinks(abc.ABC):
@@ -56,5 +56,5 @@ class LearnedSinks(Sinks):
         Raises:
             ValueError: if ``params`` are not those of ``init`` for ``num_heads``.
         """
-        (sinks,) = take(params, self, sinks=(num_heads,))
+        (sinks,) = params_of(params, self, sinks=(num_heads,))
         return sinks.astype(jnp.float32)

@@ -26,7 +26,7 @@ from posjax._checks import check, check_choice, check_count, check_counts, check
 from posjax._numbers import LARGEST
 
 
-class Drawn(NamedTuple):
+class PositionSample(NamedTuple):
     """What a rule draws for a batch; None means the model's default.
 
     Args:
@@ -49,16 +49,16 @@ class PositionRule(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> PositionSample:
         """Positions of ``batch`` rows of ``length`` tokens for one step of training."""
 
-    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
+    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> PositionSample:
         """Positions of rows of ``length`` tokens for evaluation; rules that draw them read ``key`` and ``batch``.
 
         By default the plain positions 0, 1, 2, ..., and the rows' own length.
         """
         _check_rows(batch, length)
-        return Drawn()
+        return PositionSample()
 
 
 def sorted_subset(
@@ -108,18 +108,18 @@ class Randomised(PositionRule):
         """``max_length``."""
         return self.max_length
 
-    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> PositionSample:
         """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length``."""
         _check_rows(batch, length, max_length=self.max_length)
-        return Drawn(sorted_subset(key, batch, length, self.max_length))
+        return PositionSample(sorted_subset(key, batch, length, self.max_length))
 
-    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> Drawn:
+    def evaluate(self, length: int, *, key: Key[Array, ""] | None = None, batch: int = 1) -> PositionSample:
         """Even ids ``[length]``, or with ``test="random"`` fresh ones ``[batch, length]``, which need ``key``."""
         _check_rows(batch, length, max_length=self.max_length)
         if self.test == "even":
             means = np.arange(1, length + 1) * ((self.max_length + 1) / (length + 1)) - 1
             # Means are at least 1 apart and at most max_length - 1, so rounding down keeps them distinct and in range.
-            return Drawn(jnp.asarray(np.floor(means + 1e-9), jnp.int32))
+            return PositionSample(jnp.asarray(np.floor(means + 1e-9), jnp.int32))
         check(key is not None, 'test="random" draws positions at evaluation too: pass key=')
         return self.draw(key, batch, length)
 
@@ -155,7 +155,7 @@ class EqualMean(PositionRule):
         check_positive("factor", self.factor)
         check(1 < self.factor < math.inf, f"factor must be above 1: it is M/N; found {self.factor!r}")
 
-    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> PositionSample:
         """Coordinates ``[batch, length, 1]``, float32."""
         _check_rows(batch, length)
         if self.distribution == "exponential":
@@ -163,7 +163,7 @@ class EqualMean(PositionRule):
         else:
             beta = self.alpha * (self.factor - 1)
             step = self.factor * jax.random.beta(key, self.alpha, beta, (batch, 1, 1), jnp.float32)
-        return Drawn(coordinates=step * jnp.arange(length, dtype=jnp.float32)[:, None])
+        return PositionSample(coordinates=step * jnp.arange(length, dtype=jnp.float32)[:, None])
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class ClexPositions(PositionRule):
         reach = self.original_length * self.max_factor
         check(reach <= LARGEST, f"original_length * max_factor must fit in int32, found {reach}")
 
-    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> PositionSample:
         """Ids ``[batch, length]`` (or coordinates, see above) and the current length; rows need two tokens or more."""
         _check_rows(batch, length, at_least=2)
         for_factor, for_ids = jax.random.split(key)
@@ -200,7 +200,11 @@ class ClexPositions(PositionRule):
         ids = jnp.concatenate([ends[0], inside, ends[1]], axis=1)
         current = factor * self.original_length
         shrink = length // self.original_length
-        return Drawn(ids, None, current) if shrink < 2 else Drawn(None, (ids / jnp.float32(shrink))[..., None], current)
+        return (
+            PositionSample(ids, None, current)
+            if shrink < 2
+            else PositionSample(None, (ids / jnp.float32(shrink))[..., None], current)
+        )
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,7 @@ class PoSE(PositionRule):
         """``max_length``."""
         return self.max_length
 
-    def draw(self, key: Key[Array, ""], batch: int, length: int) -> Drawn:
+    def draw(self, key: Key[Array, ""], batch: int, length: int) -> PositionSample:
         """Ids ``[batch, length]``. Raises ValueError for a length above ``max_length`` or below ``chunks``."""
         _check_rows(batch, length, at_least=self.chunks, max_length=self.max_length)
         for_cuts, *keys = jax.random.split(key, self.chunks)
@@ -241,7 +245,7 @@ class PoSE(PositionRule):
             next_shift = jax.random.randint(for_skip, (batch, 1), shift, self.max_length - length + 1, jnp.int32)
             ids = jnp.where(index >= cuts[:, n : n + 1], index + next_shift, ids)
             shift = next_shift
-        return Drawn(ids)
+        return PositionSample(ids)
 
 
 RULES: dict[str, type] = {"randomised": Randomised, "equal-mean": EqualMean, "clex": ClexPositions, "pose": PoSE}

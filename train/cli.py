@@ -103,11 +103,11 @@ def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
 def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> None:
     """continue a prompt with a trained run or a released model"""
     directory = _run_of(path, overrides)
-    from train.evaluate.generate import Draws, generate
+    from train.evaluate.generate import SamplingOptions, generate
     from train.runtime.distributed import processes
 
     with processes():
-        generate(directory, prompt, Draws(**sampling), overrides)
+        generate(directory, prompt, SamplingOptions(**sampling), overrides)
 
 
 def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) -> None:

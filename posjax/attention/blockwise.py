@@ -28,8 +28,8 @@ from posjax.attention.logits import (
     capped,
     decay_factors,
     decayed,
+    full_varying_like,
     group_mask,
-    like_zeros,
     mix,
     mix_transposed,
     no_gradient,
@@ -61,8 +61,8 @@ def blockwise(x: Call, blocks: Blocks | None = None) -> Rows:
     size = _rows_of_a_plan(x)
     if size == rows:
         return _one_plan(x, blocks)
-    found = jax.lax.map(lambda start: _one_plan(narrowed(x, batch=(start, size)), blocks), jnp.arange(0, rows, size))
-    return Rows(*(array.reshape(rows, *array.shape[2:]) for array in found))
+    results = jax.lax.map(lambda start: _one_plan(narrowed(x, batch=(start, size)), blocks), jnp.arange(0, rows, size))
+    return Rows(*(array.reshape(rows, *array.shape[2:]) for array in results))
 
 
 def blockwise_gradients(x: Call, per_query: PerQuery, blocks: Blocks | None = None) -> Call:
@@ -77,10 +77,10 @@ def blockwise_gradients(x: Call, per_query: PerQuery, blocks: Blocks | None = No
     axes = [axis_names.index("batch") if "batch" in axis_names else None for axis_names in names]
     axes = [axis if axis is not None and a.shape[axis] == rows else None for a, axis in zip(zeros, axes, strict=True)]
 
-    def add_rows(found, start):
+    def add_rows(so_far, start):
         part_per_query = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), per_query)
         more = _inexact_leaves(_gradients_of_one_plan(narrowed(x, batch=(start, size)), part_per_query, blocks))[0]
-        return [_put(a, b, start, axis) for a, b, axis in zip(found, more, axes, strict=True)], None
+        return [_put(a, b, start, axis) for a, b, axis in zip(so_far, more, axes, strict=True)], None
 
     return rebuild(jax.lax.scan(add_rows, zeros, jnp.arange(0, rows, size))[0])
 
@@ -200,9 +200,9 @@ def _pair_masks(tile: Call, kind: Kind) -> list:
 
 def _tile_scores(tile: Call, kind: Kind, masks: list):
     """Scores of a tile, each from the pair of features that computes it."""
-    found = [scores(*tile.pairs[n]) for n in kind.pairs]
+    of_pairs = [scores(*tile.pairs[n]) for n in kind.pairs]
     return reduce(
-        lambda so_far, more: jnp.where(more[1], more[0], so_far), zip(found[1:], masks[1:], strict=True), found[0]
+        lambda so_far, more: jnp.where(more[1], more[0], so_far), zip(of_pairs[1:], masks[1:], strict=True), of_pairs[0]
     )
 
 
@@ -216,8 +216,8 @@ def _finish(tile: Call, kind: Kind, logits):
 
 def _tile_logits(tile: Call, kind: Kind):
     """Logits of a tile, in the order of every backend: bias, soft cap, mask."""
-    found = _tile_scores(tile, kind, _pair_masks(tile, kind))
-    biased = with_bias(tile.bias, found, tile.q_positions, tile.kv_positions)
+    tile_scores = _tile_scores(tile, kind, _pair_masks(tile, kind))
+    biased = with_bias(tile.bias, tile_scores, tile.q_positions, tile.kv_positions)
     return _finish(tile, kind, capped(tile.softcap, biased))
 
 
@@ -233,12 +233,12 @@ def _forward(blocks: Blocks, x: Call) -> Rows:
 
     def row(i, results):
         start = OnlineSoftmax.empty((*batch, blocks.q), value_size, x.q)
-        found = _visit(tiles, kinds, i, partial(tile, i), start).finished(x.v.dtype)
+        rows = _visit(tiles, kinds, i, partial(tile, i), start).finished(x.v.dtype)
         store = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * blocks.q, axis=3)
-        return Rows(*map(store, results, found))
+        return Rows(*map(store, results, rows))
 
-    of_queries = [like_zeros((*batch, length), statistics_dtype(x.q), x.q) for _ in Rows._fields[1:]]
-    results = Rows(like_zeros((*batch, length, value_size), x.v.dtype, x.q), *of_queries)
+    of_queries = [full_varying_like((*batch, length), statistics_dtype(x.q), x.q) for _ in Rows._fields[1:]]
+    results = Rows(full_varying_like((*batch, length, value_size), x.v.dtype, x.q), *of_queries)
     return jax.lax.fori_loop(0, length // blocks.q, row, results)
 
 
@@ -252,9 +252,9 @@ class _TileGradients(NamedTuple):
 
 
 def _backward_tile(
-    x: Call, blocks: Blocks, per_query: PerQuery, j, kind: Kind, i, found: _TileGradients
+    x: Call, blocks: Blocks, per_query: PerQuery, j, kind: Kind, i, so_far: _TileGradients
 ) -> _TileGradients:
-    """The gradients ``found`` plus the contribution of the tile of query block ``i`` and key block ``j``."""
+    """The gradients ``so_far`` plus the contribution of the tile of query block ``i`` and key block ``j``."""
     dtype = statistics_dtype(x.q)
     part, factors = _decayed(_tile(x, blocks, i, j))
     rows = PerQuery(*(_slice(a, i, blocks.q, 3) for a in per_query))
@@ -264,7 +264,7 @@ def _backward_tile(
     weights = jnp.exp(logits - rows.lse[..., None])
     d_logits = weights * (scores(rows.d_out, part.v) - rows.correction[..., None])
     d_scores, d_learned = transpose(d_logits)
-    d_q, d_k = list(found.q), list(found.k)
+    d_q, d_k = list(so_far.q), list(so_far.k)
     for n, mask in zip(kind.pairs, masks, strict=True):
         q, k = part.pairs[n]
         d = d_scores if mask is None else jnp.where(mask, d_scores, 0)
@@ -273,8 +273,8 @@ def _backward_tile(
             more_q = decayed(more_q, factors[0])
             more_k = decayed(more_k, jnp.swapaxes(factors[1], -1, -2))
         d_q[n], d_k[n] = _add_slice(d_q[n], more_q, i, blocks.q, 3), d_k[n] + more_k
-    d_v = found.v + mix_transposed(rows.d_out, weights, dtype)
-    return _TileGradients(d_q, d_k, d_v, _add_learned(x, blocks, i, j, found.learned, d_learned))
+    d_v = so_far.v + mix_transposed(rows.d_out, weights, dtype)
+    return _TileGradients(d_q, d_k, d_v, _add_learned(x, blocks, i, j, so_far.learned, d_learned))
 
 
 def _gradients(blocks: Blocks, x: Call, per_query: PerQuery) -> Call:
@@ -283,8 +283,8 @@ def _gradients(blocks: Blocks, x: Call, per_query: PerQuery) -> Call:
     tiles = _visits(grid.T, kinds)
 
     def column(j, whole: _TileGradients) -> _TileGradients:
-        blank = [like_zeros((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]
-        start = whole._replace(k=blank, v=like_zeros((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q))
+        blank = [full_varying_like((*k.shape[:2], k.shape[-1], blocks.k), dtype, x.q) for _, k in x.pairs]
+        start = whole._replace(k=blank, v=full_varying_like((*x.v.shape[:2], x.v.shape[-1], blocks.k), dtype, x.q))
         part = _visit(tiles, kinds, j, partial(_backward_tile, x, blocks, per_query, j), start)
 
         def store(whole, part):
@@ -294,10 +294,13 @@ def _gradients(blocks: Blocks, x: Call, per_query: PerQuery) -> Call:
         return part._replace(k=[store(*pair) for pair in zip(whole.k, part.k, strict=True)], v=store(whole.v, part.v))
 
     start = _TileGradients(
-        [like_zeros(q.shape, dtype, x.q) for q, _ in x.pairs],
-        [like_zeros(k.shape, k.dtype, x.q) for _, k in x.pairs],
-        like_zeros(x.v.shape, x.v.dtype, x.q),
-        [like_zeros(leaf.shape, at_least_float32(leaf.dtype, dtype), x.q) for leaf in _inexact_leaves(_learned(x))[0]],
+        [full_varying_like(q.shape, dtype, x.q) for q, _ in x.pairs],
+        [full_varying_like(k.shape, k.dtype, x.q) for _, k in x.pairs],
+        full_varying_like(x.v.shape, x.v.dtype, x.q),
+        [
+            full_varying_like(leaf.shape, at_least_float32(leaf.dtype, dtype), x.q)
+            for leaf in _inexact_leaves(_learned(x))[0]
+        ],
     )
     return _cotangent(x, jax.lax.fori_loop(0, x.k.shape[2] // blocks.k, column, start))
 
@@ -336,14 +339,14 @@ def _transpose(part: Call, tile_scores):
     return jax.vjp(logits, tile_scores, leaves)
 
 
-def _add_learned(x: Call, blocks: Blocks, i, j, found: list, more: list) -> list:
+def _add_learned(x: Call, blocks: Blocks, i, j, so_far: list, more: list) -> list:
     """The gradients of ``_learned`` plus those of a tile, which are added at the indices of the tile."""
     first = {"queries": i * blocks.q, "keys": j * blocks.k}
     learned = _learned(x)
     named = zip(jax.tree.leaves(learned), names_of(learned), strict=True)
     names = [axes for leaf, axes in named if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return [
-        _added(*pair, [first.get(name, 0) for name in axes]) for *pair, axes in zip(found, more, names, strict=True)
+        _added(*pair, [first.get(name, 0) for name in axes]) for *pair, axes in zip(so_far, more, names, strict=True)
     ]
 
 
@@ -355,14 +358,17 @@ def _added(whole, part, first: list):
     return jax.lax.dynamic_update_slice(whole, jax.lax.dynamic_slice(whole, first, part.shape) + part, first)
 
 
-def _cotangent(x: Call, found: _TileGradients) -> Call:
+def _cotangent(x: Call, gradients: _TileGradients) -> Call:
     """Gradients in the form of the operands, with ``float0`` zeros for leaves that are not differentiable."""
     zeros = jax.tree.map(no_gradient, x)
     leaves, rebuild = _inexact_leaves(_learned(zeros))
-    bias, softcap = rebuild([a.astype(leaf.dtype) for a, leaf in zip(found.learned, leaves, strict=True)])
-    d_q = [d.astype(q.dtype) for d, (q, _) in zip(found.q, x.pairs, strict=True)]
+    bias, softcap = rebuild([a.astype(leaf.dtype) for a, leaf in zip(gradients.learned, leaves, strict=True)])
+    d_q = [d.astype(q.dtype) for d, (q, _) in zip(gradients.q, x.pairs, strict=True)]
     remap = tuple(
-        dataclasses.replace(branch, q=q, k=k) for branch, q, k in zip(zeros.remap, d_q[1:], found.k[1:], strict=True)
+        dataclasses.replace(branch, q=q, k=k)
+        for branch, q, k in zip(zeros.remap, d_q[1:], gradients.k[1:], strict=True)
     )
     softcap = zeros.softcap if softcap is None else softcap
-    return dataclasses.replace(zeros, q=d_q[0], k=found.k[0], v=found.v, bias=bias, remap=remap, softcap=softcap)
+    return dataclasses.replace(
+        zeros, q=d_q[0], k=gradients.k[0], v=gradients.v, bias=bias, remap=remap, softcap=softcap
+    )

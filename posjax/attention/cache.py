@@ -21,7 +21,7 @@ class Cache:
     """Keys and values of one layer.
 
     Args:
-        k: keys as returned by ``Scheme.stored``.
+        k: keys as returned by ``Scheme.cache_entries``.
         v: values.
         positions: the position of every slot's token.
         ids: 0 for a slot that holds a token, -1 for an empty one.

@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._axes import WithAxes, names_of
-from posjax._checks import check, check_array, check_finite, check_heads, is_known, shown
+from posjax._checks import check, check_array, check_finite, check_heads, describe, is_known
 from posjax._numbers import is_array_number, is_number, positive_number, register_numbers
 from posjax._shapes import grouped
 from posjax.attention.custom import check_custom, heads_of, on_device
-from posjax.attention.logits import statistics_dtype, vary_alike
+from posjax.attention.logits import match_varying, statistics_dtype
 from posjax.attention.padding import without_padded_gates, without_padded_scale, without_padding
 from posjax.attention.placement import Placement
 from posjax.bias import Bias, ContextualBias, array_bias
@@ -112,7 +112,7 @@ class Call(WithAxes):
             dtype = statistics_dtype(q)
             return (q.astype(dtype) * jnp.asarray(scale, dtype)).astype(q.dtype)
 
-        return vary_alike(dataclasses.replace(self.with_queries(product), scale=1.0))
+        return match_varying(dataclasses.replace(self.with_queries(product), scale=1.0))
 
     def with_queries(self, function: Callable[[Array], Array]) -> "Call":
         """The call with ``function`` applied to the queries of every pair of features."""
@@ -187,7 +187,7 @@ def call_of(
         scale=_grouped_scale(scale, q, k.shape[2]),
     )
     check_custom((call.bias, *call.masks), q, k, (q_positions, kv_positions))
-    return vary_alike(call.with_slots(on_device))
+    return match_varying(call.with_slots(on_device))
 
 
 class _Heads:
@@ -229,7 +229,7 @@ def sinks_of(placement: Placement, sinks, heads: int) -> Float[Array, "heads"] |
     fits = sinks is None or isinstance(sinks, jax.Array | np.ndarray)
     sinks = _Heads(placement, heads).last(sinks) if fits else sinks
     fits = sinks is None or (fits and sinks.shape == (heads,))
-    check(fits, f"sinks must have shape {(heads,)}, one logit per query head, found {shown(sinks)}")
+    check(fits, f"sinks must have shape {(heads,)}, one logit per query head, found {describe(sinks)}")
     return sinks
 
 
@@ -253,18 +253,21 @@ def bind_bias(bias, heads: int) -> Bias | None:
     if isinstance(bias, jax.Array | np.ndarray):
         bias = array_bias(bias)
     if not isinstance(bias, Bias):
-        is_spec = hasattr(bias, "bind") and not isinstance(bias, type)
-        found = type(bias).__name__
-        found = f"{shown(bias)}: write {bias.__name__}(...)" if isinstance(bias, type) else found
-        check(is_spec, f"bias must be a posjax bias, the spec of one, or an array, found {found}")
-        bound = bias.bind(num_heads=heads)
-        found = type(bound).__name__
-        check(isinstance(bound, Bias), f"bias: {type(bias).__name__}.bind must return a Bias, found {found}")
-        return bound
+        return _bound(bias, heads)
     if not isinstance(bias, ContextualBias):
         bound_for = heads_of(bias)
         check(bound_for in (None, heads), f"bias is bound for {bound_for} heads, but q has {heads}")
     return widened_leaves(bias)
+
+
+def _bound(spec, heads: int) -> Bias:
+    kind = type(spec).__name__
+    is_spec = hasattr(spec, "bind") and not isinstance(spec, type)
+    given = f"{describe(spec)}: write {spec.__name__}(...)" if isinstance(spec, type) else kind
+    check(is_spec, f"bias must be a posjax bias, the spec of one, or an array, found {given}")
+    bias = spec.bind(num_heads=heads)
+    check(isinstance(bias, Bias), f"bias: {kind}.bind must return a Bias, found {type(bias).__name__}")
+    return bias
 
 
 def check_scale(scale, name: str = "scale") -> None:
@@ -277,7 +280,7 @@ def check_scale(scale, name: str = "scale") -> None:
         return
     check(
         isinstance(scale, numbers.Real | jax.Array | np.ndarray) and not isinstance(scale, bool),
-        f"{name} must be a number or an array, found {shown(scale)}; named scales go in Scheme(scale=...)",
+        f"{name} must be a number or an array, found {describe(scale)}; named scales go in Scheme(scale=...)",
     )
     if np.ndim(scale) < 2:
         check_finite(name, scale)

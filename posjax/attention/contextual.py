@@ -21,7 +21,7 @@ from posjax._checks import check, check_count
 from posjax._shapes import in_blocks, joined
 from posjax._slots import with_head_axis
 from posjax.attention.call import Call
-from posjax.attention.logits import capped, group_mask, like_zeros, scores, statistics_dtype
+from posjax.attention.logits import capped, full_varying_like, group_mask, scores, statistics_dtype
 from posjax.attention.online import OnlineSoftmax
 from posjax.attention.rows import Rows
 from posjax.attention.tiles import pad
@@ -124,7 +124,7 @@ def _allowed(x: Call, i, j, blocks: tuple[int, int]) -> Bool[Array, "*#b q k"]:
 
 def _start(q: Array, v: Array) -> _Carry:
     shape = q.shape[:-1]
-    return _Carry(like_zeros(shape, statistics_dtype(q), q), OnlineSoftmax.empty(shape, v.shape[-1], q))
+    return _Carry(full_varying_like(shape, statistics_dtype(q), q), OnlineSoftmax.empty(shape, v.shape[-1], q))
 
 
 def _tile(x: Call, q: Array, levels: Array, carry: _Carry, keys: _Keys) -> _Carry:

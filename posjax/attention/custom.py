@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax._axes import fields_of, narrowed, sizes_of
-from posjax._checks import check, shown
-from posjax._slots import OfPairs, OfSomeHeads, OverPairs, check_registered, is_own, is_own_class
+from posjax._checks import check, describe
+from posjax._slots import OfPairs, OfSomeHeads, OverPairs, check_registered, is_custom, is_custom_class
 from posjax.bias import Bias, ContextualBias
 from posjax.masks import Mask
 from posjax.positions import Positions, Range
@@ -44,7 +44,7 @@ def on_device(slot: Any) -> Any:
     """
 
     def outside(node) -> bool:
-        return isinstance(node, OverPairs) and is_own(node)
+        return isinstance(node, OverPairs) and is_custom(node)
 
     def as_jax(leaf):
         return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
@@ -61,7 +61,7 @@ def heads_of(slot: Bias | Mask) -> int | None:
     check_registered(slot)
     if isinstance(slot, OfPairs):
         heads = slot.array.shape[1]
-    elif isinstance(slot, Bias) and not is_own(slot) and sizes_of(slot, "heads"):
+    elif isinstance(slot, Bias) and not is_custom(slot) and sizes_of(slot, "heads"):
         # An axis of size 1 in a bias of the library means one head: it does not broadcast.
         return max(sizes_of(slot, "heads"))
     else:
@@ -77,7 +77,7 @@ def _kind(part: Any) -> type:
 
 def _own_parts(slot: OverPairs | None) -> Iterator[OverPairs]:
     """The parts of a bias or mask that are from outside the library."""
-    if slot is not None and is_own(slot):
+    if slot is not None and is_custom(slot):
         yield slot
         return
     for leaf in jax.tree.leaves(slot, is_leaf=lambda leaf: leaf is not slot and isinstance(leaf, OverPairs)):
@@ -85,7 +85,7 @@ def _own_parts(slot: OverPairs | None) -> Iterator[OverPairs]:
             yield from _own_parts(leaf)
 
 
-def has_own(*slots: Bias | Mask | None) -> bool:
+def has_custom(*slots: Bias | Mask | None) -> bool:
     """Whether a bias or mask, or a part of one, was written outside the library."""
     return any(True for slot in slots for _ in _own_parts(slot))
 
@@ -109,10 +109,10 @@ def _check_derived(kind: type[OverPairs]) -> None:
 
     def inherited(name: str) -> bool:
         owner = _owner(kind, name)
-        return owner not in (Bias, Mask) and not is_own_class(owner)
+        return owner not in (Bias, Mask) and not is_custom_class(owner)
 
     for changed, derived in _DERIVED_FROM.items():
-        if hasattr(kind, changed) and is_own_class(_owner(kind, changed)):
+        if hasattr(kind, changed) and is_custom_class(_owner(kind, changed)):
             stale = [name for name in derived if hasattr(kind, name) and inherited(name)]
             check(
                 not stale,
@@ -190,7 +190,7 @@ def _tile(part: OverPairs, method: str, sides: tuple[int, int], *arguments) -> j
         raise ValueError(f"{_kind(part).__name__}.{method} fails on arrays of shape {shapes}: {why}") from error
     _check_reads(part, method, program.consts)
     name = f"{_kind(part).__name__}.{method}"
-    check(isinstance(tile, jax.ShapeDtypeStruct), f"{name} must give an array, found {shown(tile)}")
+    check(isinstance(tile, jax.ShapeDtypeStruct), f"{name} must give an array, found {describe(tile)}")
     return tile
 
 

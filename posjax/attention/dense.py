@@ -38,9 +38,9 @@ def dense_gradients(x: Call, per_query: PerQuery) -> Call:
     """
     logits, transpose = jax.vjp(_logits, x)
     weights = jnp.exp(logits - per_query.lse[..., None])
-    found = transpose(weights * (scores(per_query.d_out, x.v) - per_query.correction[..., None]))[0]
+    gradients = transpose(weights * (scores(per_query.d_out, x.v) - per_query.correction[..., None]))[0]
     d_v = jnp.swapaxes(mix_transposed(per_query.d_out, weights, logits.dtype), -1, -2)
-    return dataclasses.replace(found, v=d_v.astype(x.v.dtype))
+    return dataclasses.replace(gradients, v=d_v.astype(x.v.dtype))
 
 
 def _logits(x: Call):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._slots import OfSomeHeads, is_own
+from posjax._slots import OfSomeHeads, is_custom
 from posjax.attention.call import Call
 from posjax.bias import ForgetBias, LinearBias
 from posjax.masks import Mask, OfTokens, Pair
@@ -74,12 +74,12 @@ def mask_refusal(mask: Mask | None) -> str | None:
     if isinstance(mask, OfTokens):
         if any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays):
             return f"{name} holds arrays of floating-point numbers"
-        return _own_refusal(mask, mask.matches) if is_own(mask) else None
+        return _own_refusal(mask, mask.matches) if is_custom(mask) else None
     if isinstance(mask, OfSomeHeads) or _differs_between_heads(mask):
         return "the mask differs between heads"
     if jax.tree.leaves(mask) or type(mask).pairs is Mask.pairs:
         return f"{name} must depend only on two positions and Python ints"
-    return _own_refusal(mask, mask.pairs) if is_own(mask) else None
+    return _own_refusal(mask, mask.pairs) if is_custom(mask) else None
 
 
 def _differs_between_heads(mask: Mask) -> bool:

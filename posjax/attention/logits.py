@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check
 from posjax._lowered import vary, varying
-from posjax._numbers import at_least_float32, is_number, level
+from posjax._numbers import align_ranks, at_least_float32, is_number
 from posjax.bias import Bias
 from posjax.positions import difference
 
@@ -39,7 +39,7 @@ def split_heads(x, heads: tuple[int, ...]):
     return jnp.moveaxis(x.reshape(batch, tokens, *heads, -1), 1, -2)
 
 
-def vary_alike(operands):
+def match_varying(operands):
     """The operands with every array varying, inside ``shard_map``, over all mesh axes that any of them varies over.
 
     Numbers stay unchanged. The transpose of this step sums, over the devices, the gradient of a parameter that is the
@@ -49,12 +49,12 @@ def vary_alike(operands):
     return jax.tree.map(lambda leaf: leaf if is_number(leaf) else vary(leaf, axes), operands)
 
 
-def like_zeros(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) -> Array:
+def full_varying_like(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) -> Array:
     """A constant that varies over the same mesh axes as ``like``, as a loop's carry must inside ``shard_map``."""
     return vary(jnp.full(shape, fill, dtype), varying(like))
 
 
-def taken_apart(tree: Any) -> tuple[Any, list[bool]]:
+def split_symbolic_zeros(tree: Any) -> tuple[Any, list[bool]]:
     """The values of the tree that a ``custom_vjp`` rule with symbolic zeros gets, and which gradients are wanted."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
     return structure.unflatten([leaf.value for leaf in leaves]), [leaf.perturbed for leaf in leaves]
@@ -63,7 +63,7 @@ def taken_apart(tree: Any) -> tuple[Any, list[bool]]:
 def no_gradient(leaf: Array) -> Array | np.ndarray:
     """The zero cotangent of a leaf, of ``float0`` if it is not differentiable."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return like_zeros(leaf.shape, leaf.dtype, leaf)
+        return full_varying_like(leaf.shape, leaf.dtype, leaf)
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
@@ -96,7 +96,7 @@ def decay_factors(
     if the last key is ahead of the query. The bound on its exponent is never reached if the tile has a key behind the
     query that is less than ``_LARGEST_EXPONENT / max(a)`` positions from the last key (16,000 in xPos).
     """
-    q_positions, kv_positions = level(q_positions, kv_positions)
+    q_positions, kv_positions = align_ranks(q_positions, kv_positions)
     last = kv_positions.max(-1, keepdims=True)
     behind, ahead = (
         difference(last, positions)[..., None].astype(decay.dtype) for positions in (kv_positions, q_positions)
@@ -108,7 +108,7 @@ def decay_factors(
 
 def decayed(x: Array, factor: Array) -> Array:
     """Features times the factors of their decay, in the dtype of the features."""
-    x, factor = level(x, factor)
+    x, factor = align_ranks(x, factor)
     return (x.astype(factor.dtype) * factor).astype(x.dtype)
 
 

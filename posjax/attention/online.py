@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax.attention.logits import like_zeros, mix, statistics_dtype
+from posjax.attention.logits import full_varying_like, mix, statistics_dtype
 from posjax.attention.rows import Rows, finished, normalised
 
 
@@ -25,8 +25,10 @@ class OnlineSoftmax(NamedTuple):
         """
         dtype = statistics_dtype(q)
         # No finite logit is below it, so that a tile without an allowed key needs no special case.
-        highest = like_zeros(shape, dtype, q, float(jnp.finfo(dtype).min))
-        return OnlineSoftmax(highest, like_zeros(shape, dtype, q), like_zeros((*shape, value_size), dtype, q))
+        highest = full_varying_like(shape, dtype, q, float(jnp.finfo(dtype).min))
+        return OnlineSoftmax(
+            highest, full_varying_like(shape, dtype, q), full_varying_like((*shape, value_size), dtype, q)
+        )
 
     def added(self, logits, v) -> "OnlineSoftmax":
         """The state after the keys of a tile."""

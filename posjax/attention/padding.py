@@ -15,23 +15,23 @@ def without_padding(mask: Mask | None, q: Array, *keys: Array) -> tuple[Array, .
     Padding may hold NaN, and ``0 * NaN`` is NaN: it must be replaced before any product, by ``where``. The transpose
     gives padding gradients of exactly zero.
     """
-    found = padding_of(mask)
-    return (q, *keys) if found is None else (zeros_at(found[0], q), *(zeros_at(found[1], x) for x in keys))
+    hidden = padding_of(mask)
+    return (q, *keys) if hidden is None else (zeros_at(hidden[0], q), *(zeros_at(hidden[1], x) for x in keys))
 
 
 def without_padded_scale(mask: Mask | None, scale, q: Array):
     """Factors of the queries with zeros for queries that the mask marks as padding."""
-    found = padding_of(mask)
-    of_tokens = found is not None and scale is not None and jnp.shape(scale)[:-1] == q.shape[:2]
-    return zeros_at(found[0], jnp.asarray(scale)) if of_tokens else scale
+    hidden = padding_of(mask)
+    of_tokens = hidden is not None and scale is not None and jnp.shape(scale)[:-1] == q.shape[:2]
+    return zeros_at(hidden[0], jnp.asarray(scale)) if of_tokens else scale
 
 
 def without_padded_gates(mask: Mask | None, bias: Bias | None) -> Bias | None:
     """A bound bias with zeros, in its arrays over tokens (FoX's gates), for tokens that the mask marks as padding."""
-    found = padding_of(mask)
-    if found is None:
+    padding = padding_of(mask)
+    if padding is None:
         return bias
-    hidden = dict(zip(("queries", "keys"), found, strict=True))
+    hidden = dict(zip(("queries", "keys"), padding, strict=True))
 
     def with_zeros(array, names: Names):
         sides = [name for name in names if name in hidden]

@@ -21,10 +21,10 @@ from posjax.attention.backend import Backend, Plain
 from posjax.attention.blockwise import TILE_ELEMENTS, blockwise, blockwise_gradients
 from posjax.attention.call import Call
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
-from posjax.attention.custom import has_own
+from posjax.attention.custom import has_custom
 from posjax.attention.dense import dense, dense_gradients
-from posjax.attention.logits import mix, scores, vary_alike
-from posjax.attention.rows import PerQuery, Rows, named
+from posjax.attention.logits import match_varying, mix, scores
+from posjax.attention.rows import PerQuery, Rows, mark_for_checkpoint
 from posjax.attention.tpu.backend import TPU
 from posjax.bias import ContextualBias
 
@@ -49,7 +49,7 @@ def attend(implementation: str | None, call: Call, with_lse: bool) -> Rows:
 
     ``implementation`` is that of ``posjax.attention``.
     """
-    call = vary_alike(call)
+    call = match_varying(call)
     small = _is_small(call)
     contextual = isinstance(call.bias, ContextualBias)
     if implementation is None and not (small or contextual):
@@ -207,19 +207,19 @@ class Backends:
 
 def computed(backends: Backends, call: Call) -> Rows:
     """The results of a call."""
-    form, arrays = Form.of(call, unique=has_own(call.bias, *call.masks))
+    form, arrays = Form.of(call, unique=has_custom(call.bias, *call.masks))
     return Rows(*run(_Forward(backends, form), *arrays))
 
 
 def merge(backends: Backends, call: Call, so_far: Rows) -> Rows:
     """The results over the keys so far and the keys of ``call``, in the dtype of the statistics."""
-    form, arrays = Form.of((call, so_far), unique=has_own(call.bias, *call.masks))
+    form, arrays = Form.of((call, so_far), unique=has_custom(call.bias, *call.masks))
     return Rows(*run(_OfPart(backends, "merge", form, tuple(range(-len(so_far), 0))), *arrays))
 
 
 def per_query_of(backends: Backends, call: Call, rows: Rows, cotangents: Rows) -> PerQuery:
     """The input of the backward pass of a part of the keys, from the results and their cotangents."""
-    form, arrays = Form.of((call, rows, cotangents), unique=has_own(call.bias, *call.masks))
+    form, arrays = Form.of((call, rows, cotangents), unique=has_custom(call.bias, *call.masks))
     of_out, of_lse = (Rows._fields.index(name) - len(rows) for name in ("out", "lse"))
     return PerQuery(*run(_OfPart(backends, "per_query_of", form, (of_out, of_lse, of_lse, of_lse)), *arrays))
 
@@ -229,7 +229,7 @@ def add(backends: Backends, call: Call, per_query: PerQuery, so_far: Call) -> Ca
 
     The cotangents of queries are those of the scaled queries.
     """
-    form, arrays = Form.of((call, per_query, so_far), unique=has_own(call.bias, *call.masks))
+    form, arrays = Form.of((call, per_query, so_far), unique=has_custom(call.bias, *call.masks))
     structure = jax.tree.structure(so_far)
     sums = tuple(range(-structure.num_leaves, 0))
     return structure.unflatten(run(_OfPart(backends, "add", form, sums), *arrays))
@@ -258,7 +258,7 @@ class _Forward(Lowered):
             return self.backends.of(platform).forward(self.form.filled(arrays))
 
     def differentiated(self, primals, tangents):
-        rows = named(run(self, *primals))
+        rows = mark_for_checkpoint(run(self, *primals))
         which = tuple(tangent is not None for tangent in tangents)
         if not any(which):
             return rows, tuple(map(zero_tangent, rows))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from posjax._numbers import rounded_sum
 
 ATTENDED = "posjax_attended"
-"""Checkpoint name of the results of attention, for policies of ``jax.checkpoint``: see ``named``."""
+"""Checkpoint name of the results of attention, for policies of ``jax.checkpoint``: see ``mark_for_checkpoint``."""
 
 
 class Rows(NamedTuple):
@@ -114,7 +114,7 @@ def plain_per_query_of(
     return PerQuery(cotangents.out, jnp.where(blind, jnp.inf, lse), correction, d_lse)
 
 
-def named(rows: Sequence[Array]) -> Rows:
+def mark_for_checkpoint(rows: Sequence[Array]) -> Rows:
     """The results with the checkpoint name ``ATTENDED``.
 
     The backward pass of a kernel needs only these and its operands. So if a policy of ``jax.checkpoint`` saves this

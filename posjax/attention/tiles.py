@@ -114,8 +114,8 @@ def _compact(kinds: tuple[Kind, ...], grid) -> TilePlan:
     if not isinstance(grid, np.ndarray):
         return TilePlan(kinds, grid.astype(jnp.int32))
     # A mask that allows nothing still has one kind, without tiles.
-    found, index = np.unique(np.append([0, 1] if not grid.any() else [0], grid), return_inverse=True)
-    return TilePlan(tuple(kinds[n - 1] for n in found[1:]), index[-grid.size :].reshape(grid.shape).astype(np.int32))
+    kept, index = np.unique(np.append([0, 1] if not grid.any() else [0], grid), return_inverse=True)
+    return TilePlan(tuple(kinds[n - 1] for n in kept[1:]), index[-grid.size :].reshape(grid.shape).astype(np.int32))
 
 
 def _some_and_every(mask: Mask | None, q: BlockBounds, k: BlockBounds, together: bool):
@@ -178,11 +178,11 @@ def pad(x: Call, q_block: int, k_block: int) -> Call:
     whole = queries + -queries % q_block, keys + -keys % k_block
     if whole == (queries, keys):
         return x
-    found = lengthened(x, queries=(queries, whole[0]), keys=(keys, whole[1]))
+    longer = lengthened(x, queries=(queries, whole[0]), keys=(keys, whole[1]))
     if whole[1] == keys:
-        return found
+        return longer
     hides_added = _true_keys(*whole, keys)
-    return dataclasses.replace(found, mask=hides_added if found.mask is None else found.mask & hides_added)
+    return dataclasses.replace(longer, mask=hides_added if longer.mask is None else longer.mask & hides_added)
 
 
 def lengthened(tree, **sizes: tuple[int, int]):

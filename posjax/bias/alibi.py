@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_flags, check_number, check_positive, shown, take
+from posjax._checks import (
+    check,
+    check_choice,
+    check_count,
+    check_flags,
+    check_number,
+    check_positive,
+    describe,
+    params_of,
+)
 from posjax._numbers import widened
 from posjax._slots import with_head_axis
 from posjax.bias.base import Bias, BiasSpec, distance, heads_first
@@ -131,7 +140,7 @@ class ALiBi(BiasSpec):
     def __post_init__(self):
         check(
             not isinstance(self.symmetric, jax.Array | np.ndarray),
-            f"symmetric must be True or False, found {shown(self.symmetric)}; for other slopes use bias.LinearBias",
+            f"symmetric must be True or False, found {describe(self.symmetric)}; for other slopes use bias.LinearBias",
         )
         check_flags(self)
         check_positive("factor", self.factor)
@@ -175,7 +184,7 @@ class ALiBi(BiasSpec):
         Raises:
             ValueError: if the slopes are learned and ``params`` does not hold them.
         """
-        slopes = take(params, self, **dict.fromkeys(self._learned, (num_heads,))) or (self.slopes(num_heads),)
+        slopes = params_of(params, self, **dict.fromkeys(self._learned, (num_heads,))) or (self.slopes(num_heads),)
         slopes, ahead = ([m / self.factor for m in slopes] + [None])[:2]
         return LinearBias(slopes, self.symmetric, ahead, 0.5 if self.direction == "offset" else 0.0)
 

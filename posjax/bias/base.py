@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._numbers import level, widened
+from posjax._numbers import align_ranks, widened
 from posjax._slots import OfSomeHeads, OverPairs
 
 
@@ -55,7 +55,7 @@ class Bias(OverPairs):
         kv_positions: Int[Array, "*b k"],
     ) -> Float[Array, "*b heads q k"]:
         """The tile of logits from a tile of scaled scores: ``scores + values``, unless the bias multiplies them too."""
-        values, scores = level(self.values(q_positions, kv_positions), scores)
+        values, scores = align_ranks(self.values(q_positions, kv_positions), scores)
         return scores + values.astype(scores.dtype)
 
 
@@ -133,7 +133,7 @@ def distance(
     ``i - j`` may leave int32. So positions are split, ``i = 65536 a + b``, as floats: the differences of ``a`` and of
     ``b`` are exact, and only their sum is rounded.
     """
-    positions = level(q_positions[..., :, None], kv_positions[..., None, :])
+    positions = align_ranks(q_positions[..., :, None], kv_positions[..., None, :])
     (i, more_i), (j, more_j) = (_halves(p if p.ndim > 2 else p[None], dtype) for p in positions)
     return (i - j) + (more_i - more_j)
 

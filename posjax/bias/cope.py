@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from posjax._checks import check, check_count, take
+from posjax._checks import check, check_count, params_of
 from posjax._numbers import widened
 from posjax.bias.base import Bias, BiasSpec
 
@@ -97,5 +97,5 @@ class CoPE(BiasSpec):
         Raises:
             ValueError: if ``params`` does not hold a table of ``max_position`` rows.
         """
-        (table,) = take(params, self, table=(self.max_position, "head_dim"))
+        (table,) = params_of(params, self, table=(self.max_position, "head_dim"))
         return ContextualBias(table)

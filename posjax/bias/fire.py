@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_count, check_flags, check_positive, take
-from posjax._numbers import level, widened
+from posjax._checks import check_count, check_flags, check_positive, params_of
+from posjax._numbers import align_ranks, widened
 from posjax.bias.base import Bias, BiasSpec, distance, heads_first
 
 _EPSILON = 1e-6
@@ -35,7 +35,7 @@ class InterpolatedBias(Bias):
     def values(self, q_positions, kv_positions):
         """The network at the relative distance of each pair, ``[heads, q, k]`` or with a leading batch."""
         x = self._relative(q_positions, kv_positions).squeeze(-3)
-        x, w1, b1 = level(x[..., None], widened(self.w1), widened(self.b1))
+        x, w1, b1 = align_ranks(x[..., None], widened(self.w1), widened(self.b1))
         out = jnp.einsum("...qkw,wh->...hqk", jax.nn.relu(x * w1 + b1), widened(self.w2), precision="highest")
         return out + heads_first(widened(self.b2), out)
 
@@ -47,7 +47,7 @@ class InterpolatedBias(Bias):
 
         r = distance(q_positions, kv_positions, c.dtype)
         longest = jnp.maximum(q_positions.astype(c.dtype), jnp.abs(multiplier * self.threshold))
-        above, below = level(psi(r), psi(longest)[..., None])
+        above, below = align_ranks(psi(r), psi(longest)[..., None])
         return above / (below + _EPSILON)
 
 
@@ -100,7 +100,7 @@ class FIRE(BiasSpec):
         Raises:
             ValueError: if ``params`` does not hold it, or holds it for another number of heads.
         """
-        return InterpolatedBias(*take(params, self, **self._shapes(num_heads)), self.threshold)
+        return InterpolatedBias(*params_of(params, self, **self._shapes(num_heads)), self.threshold)
 
     def _shapes(self, num_heads: int) -> dict[str, tuple[int, ...]]:
         width = self.width

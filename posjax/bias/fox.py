@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from posjax._checks import check, check_count, check_flags, check_positive, check_rank, shown, take
+from posjax._checks import check, check_count, check_flags, check_positive, check_rank, describe, params_of
 from posjax._numbers import at_least_float32, widened
 from posjax.bias.base import Bias, BiasSpec
 
@@ -96,11 +96,11 @@ class FoX(BiasSpec):
         needed = self.data_dependent or self.decay_times is not None
         check(needed, "decay_times must be given when data_dependent is False, or all heads are equal")
         if self.decay_times is not None:
-            found = f"decay_times must be (shortest, longest), found {shown(self.decay_times)}"
-            check(isinstance(self.decay_times, tuple | list) and len(self.decay_times) == 2, found)
+            message = f"decay_times must be (shortest, longest), found {describe(self.decay_times)}"
+            check(isinstance(self.decay_times, tuple | list) and len(self.decay_times) == 2, message)
             for time in self.decay_times:
                 check_positive("decay_times", time)
-            check(self.decay_times[0] <= self.decay_times[1], found)
+            check(self.decay_times[0] <= self.decay_times[1], message)
 
     @property
     def one_sided(self) -> str | None:
@@ -128,9 +128,9 @@ class FoX(BiasSpec):
         check_rank("x", x, 3, "[batch, length, model_dim]")
         heads = params["b"].shape[0] if params and "b" in params else 0
         if not self.data_dependent:
-            (b,) = take(params, self, b=(heads,))
+            (b,) = params_of(params, self, b=(heads,))
             return jnp.broadcast_to(jax.nn.log_sigmoid(widened(b)), (*x.shape[:2], heads))
-        w, b = take(params, self, w=(x.shape[2], heads), b=(heads,))
+        w, b = params_of(params, self, w=(x.shape[2], heads), b=(heads,))
         dtype = at_least_float32(x.dtype, w.dtype)
         x, w, b = (part.astype(dtype) for part in (x, w, b))
         return jax.nn.log_sigmoid(jnp.einsum("btd,dh->bth", x, w, precision="highest") + b[None, None])

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check_choice, take
-from posjax._numbers import level, widened
+from posjax._checks import check_choice, params_of
+from posjax._numbers import align_ranks, widened
 from posjax.bias.base import Bias, BiasSpec, distance, heads_first
 
 _SMALLEST = 1e-2
@@ -87,7 +87,7 @@ class WeightedPowerBias(PowerBias):
     def apply(self, scores, q_positions, kv_positions):
         """``z exp(-a'_h |i - j|^p'_h) + b_h``."""
         weight = jnp.exp(-_power(self.weight_a, self.weight_p, q_positions, kv_positions))
-        scores, weight = level(scores, weight)
+        scores, weight = align_ranks(scores, weight)
         return super().apply(scores * weight.astype(scores.dtype), q_positions, kv_positions)
 
 
@@ -127,7 +127,7 @@ class Kerple(BiasSpec):
         Raises:
             ValueError: if ``params`` does not hold them, or holds them for another number of heads.
         """
-        return _KINDS[self.kind](*take(params, self, **dict.fromkeys(self._names, (num_heads,))))
+        return _KINDS[self.kind](*params_of(params, self, **dict.fromkeys(self._names, (num_heads,))))
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_positive
-from posjax._numbers import level
+from posjax._numbers import align_ranks
 from posjax.bias.base import Bias, BiasSpec, distance
 
 
@@ -25,7 +25,7 @@ class ScaleInvariantBias(Bias):
 
     def apply(self, scores, q_positions, kv_positions):
         """``a_t z + m_t``."""
-        scores, factor, offset = level(scores, *self._parts(q_positions, kv_positions))
+        scores, factor, offset = align_ranks(scores, *self._parts(q_positions, kv_positions))
         return scores * factor.astype(scores.dtype) + offset.astype(scores.dtype)
 
     def _parts(self, q_positions, kv_positions) -> tuple[Float[Array, "*b 1 q k"], Float[Array, "*b 1 q k"]]:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_counts, check_flags, check_number, take
-from posjax._numbers import LARGEST, level
+from posjax._checks import check, check_count, check_counts, check_flags, check_number, params_of
+from posjax._numbers import LARGEST, align_ranks
 from posjax.bias.base import Bias, BiasSpec
 from posjax.positions import difference
 
@@ -105,7 +105,7 @@ class BucketBias(Bias):
 
     def values(self, q_positions, kv_positions):
         """The table at the bucket of each pair, ``[heads, q, k]`` or with a leading batch."""
-        i, j = level(q_positions[..., :, None], kv_positions[..., None, :])
+        i, j = align_ranks(q_positions[..., :, None], kv_positions[..., None, :])
         bucket = t5_bucket(
             difference(i, j),
             self.table.shape[0],
@@ -163,5 +163,5 @@ class T5(BiasSpec):
         Raises:
             ValueError: if ``params`` does not hold a table of ``num_buckets`` rows.
         """
-        (table,) = take(params, self, table=(self.num_buckets, num_heads))
+        (table,) = params_of(params, self, table=(self.num_buckets, num_heads))
         return BucketBias(table, self.max_distance, self.bidirectional)

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import jax
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_even, check_rank, shown
+from posjax._checks import check, check_choice, check_even, check_rank, describe
 from posjax._slots import Features
 from posjax.coca.planes import QUERY, feature, key, split
 from posjax.rotary import FrequencyRule, Plain, Proportional, RotaryTable
@@ -157,7 +157,8 @@ class Coca(Features):
         rotated = self.frequencies.rotary_dim(head_dim)
         check(
             rotated == head_dim,
-            f"CoCA needs a rule that rotates the whole head of {head_dim}, {shown(self.frequencies)} rotates {rotated}",
+            f"CoCA needs a rule that rotates the whole head of {head_dim}, "
+            f"{describe(self.frequencies)} rotates {rotated}",
         )
         return head_dim // 2
 

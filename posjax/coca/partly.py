@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from posjax._checks import check, check_float, shown
-from posjax._numbers import at_least_float32, level
+from posjax._checks import check, check_float, describe
+from posjax._numbers import align_ranks, at_least_float32
 from posjax.coca.feature import half_width
 from posjax.coca.planes import join, split
 from posjax.rotary import Rotary
@@ -52,7 +52,7 @@ class PartlyCollinear(Rotary):
         super().__post_init__()
         check(
             _are_bounds(self.planes),
-            f"planes must be (first, last), whole numbers with 0 <= first <= last, found {shown(self.planes)}",
+            f"planes must be (first, last), whole numbers with 0 <= first <= last, found {describe(self.planes)}",
         )
         if self.own_head_dim is not None:
             self.query_size(self.own_head_dim)
@@ -62,7 +62,7 @@ class PartlyCollinear(Rotary):
         count = self.frequencies.rotary_dim(head_dim) // 2
         check(
             self.planes[1] <= count,
-            f"planes must not end after {count}, the number that {shown(self.frequencies)} rotates in a head of "
+            f"planes must not end after {count}, the number that {describe(self.frequencies)} rotates in a head of "
             f"{head_dim}, found {self.planes}",
         )
         return head_dim
@@ -94,7 +94,7 @@ class PartlyCollinear(Rotary):
         wide = raw.astype(at_least_float32(raw.dtype))
         width = self.frequencies.rotary_dim(head_dim)
         first, second = split(wide[..., :width], self.pairing)
-        chosen = level(self._chosen(width // 2), first)[0]
+        chosen = align_ranks(self._chosen(width // 2), first)[0]
         planes = jnp.where(chosen, strength(first, second), first), jnp.where(chosen, 0, second)
         return jnp.concatenate([join(*planes, self.pairing), wide[..., width:]], axis=-1)
 

@@ -126,8 +126,8 @@ class _Linearised(Lowered):
 
     def differentiated(self, primals, tangents):
         filled = (zero_tangent(x) if d is None else d for x, d in zip(primals, tangents, strict=True))
-        found, tangent = jax.jvp(self.plain, primals, tuple(filled))
-        return [found], [tangent]
+        value, tangent = jax.jvp(self.plain, primals, tuple(filled))
+        return [value], [tangent]
 
 
 class _Tangent(_Linearised):

@@ -95,7 +95,7 @@ def _call(name: str, step: Callable, table: tuple, matrices: list, arrays: list,
     *inputs, output = (pl.BlockSpec((None, tokens, block * n), lambda b, i, h: (b, i, h)) for n in widths)
     shape = (batch, length, heads * width)
     kind = jax.typeof(x).manual_axis_type
-    found = pl.pallas_call(
+    merged_heads = pl.pallas_call(
         partial(_kernel, step, block // _together(x.shape[-1])),
         grid=(batch, length // tokens, heads // block),
         in_specs=[table_spec, table_spec, *matrix_specs, *inputs],
@@ -105,7 +105,7 @@ def _call(name: str, step: Callable, table: tuple, matrices: list, arrays: list,
         interpret=interpret,
         name=name,
     )(*table, *(jnp.asarray(a, x.dtype) for a in matrices), *(a.reshape(batch, length, -1) for a in arrays))
-    return found.reshape(batch, length, heads, width)
+    return merged_heads.reshape(batch, length, heads, width)
 
 
 def _block(x: Array, size: int) -> tuple[int, int]:
@@ -143,8 +143,8 @@ def _kernel(step: Callable, groups: int, cos_ref, sin_ref, *refs):
     arrays = inputs[len(inputs) // 2 :]
     for n in range(groups):
         group = [ref[:, _columns(ref, n, groups)] for ref in arrays]
-        found = step([cos_ref[...], sin_ref[...]], *(ref[...] for ref in matrices), *group)
-        output[:, _columns(output, n, groups)] = found.astype(output.dtype)
+        group_result = step([cos_ref[...], sin_ref[...]], *(ref[...] for ref in matrices), *group)
+        output[:, _columns(output, n, groups)] = group_result.astype(output.dtype)
 
 
 def _columns(ref, n: int, groups: int) -> slice:
@@ -165,8 +165,8 @@ def _gradient(formula: Formula, widths: tuple[int, int], table: list, spread, ga
     heads = [own[:, n : n + size] for n in range(0, own.shape[1], size)]
     swapped = jnp.concatenate([pltpu.roll(head, size // 2, 1) for head in heads], axis=1)
     back = jax.vjp(lambda *components: formula(*components, *table), *components)[1]
-    found = back((jnp.where(first, own, swapped), jnp.where(first, swapped, own)))
-    joined = found[0] if len(found) == 1 else jnp.where(first, *found)
+    d_components = back((jnp.where(first, own, swapped), jnp.where(first, swapped, own)))
+    joined = d_components[0] if len(d_components) == 1 else jnp.where(first, *d_components)
     return _product(joined.astype(x.dtype), gathered)
 
 

@@ -43,15 +43,15 @@ class Anomaly(NamedTuple):
     strength: Float[np.ndarray, "*b heads planes"]
 
 
-def pooled(found: Anomaly, axis: int | tuple[int, ...] | None = None) -> Anomaly:
+def pooled(anomaly: Anomaly, axis: int | tuple[int, ...] | None = None) -> Anomaly:
     """The statistics of all pairs over the given axes (all when left out); weighted statistics by strength."""
-    ones = np.ones_like(found.fraction)
-    weights = Anomaly(ones, found.strength, ones, found.strength, found.fraction, ones)
+    ones = np.ones_like(anomaly.fraction)
+    weights = Anomaly(ones, anomaly.strength, ones, anomaly.strength, anomaly.fraction, ones)
 
     def mean(values, weight):
         return _share((values * weight).sum(axis), weight.sum(axis))
 
-    return Anomaly(*map(mean, found, weights))
+    return Anomaly(*map(mean, anomaly, weights))
 
 
 def rotary_anomaly(

@@ -89,11 +89,11 @@ def _anomaly(layer: Layer, *, causal: bool, length: int) -> tuple[Anomaly, Float
     features = layer.scheme.features
     settings = {"causal": causal, "mask": layer.scheme.mask, "length": length}
     if isinstance(features, Coca):
-        found = coca_anomaly(layer.q, layer.k, features, **settings)
-        return found, radians(features.frequencies, 2 * layer.k.shape[-1], length)
+        anomaly = coca_anomaly(layer.q, layer.k, features, **settings)
+        return anomaly, radians(features.frequencies, 2 * layer.k.shape[-1], length)
     if isinstance(features, Rotary) and getattr(features, "targets", "qk") != "vo":
-        found = rotary_anomaly(*_rotated(layer), features.frequencies, pairing=features.pairing, **settings)
-        return found, radians(features.frequencies, layer.q.shape[-1], length)
+        anomaly = rotary_anomaly(*_rotated(layer), features.frequencies, pairing=features.pairing, **settings)
+        return anomaly, radians(features.frequencies, layer.q.shape[-1], length)
     return None
 
 

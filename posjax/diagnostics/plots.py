@@ -77,7 +77,7 @@ _STATISTICS = {
 
 
 def plot_anomaly(
-    found: Anomaly,
+    anomaly: Anomaly,
     axes: Axes | None = None,
     *,
     statistic: str = "in_zone_weighted",
@@ -86,14 +86,14 @@ def plot_anomaly(
     """Heat map of one statistic of the anomaly: a row for each layer, a column for each plane, fastest first.
 
     Args:
-        found: statistics ``[layers, planes]``, such as ``pooled(measured, axis=-2)`` of ``[layers, heads, planes]``.
+        anomaly: statistics ``[layers, planes]``, such as ``pooled(measured, axis=-2)`` of ``[layers, heads, planes]``.
         axes: where to draw.
         statistic: the field of ``Anomaly``.
         turns: turns of each plane in training (``turns``); a line then marks the first plane without a full turn.
     """
     check_choice("statistic", statistic, tuple(_STATISTICS))
-    values = getattr(found, statistic)
-    check(values.ndim == 2, f"found must be [layers, planes]; pool the heads first, found shape {values.shape}")
+    values = getattr(anomaly, statistic)
+    check(values.ndim == 2, f"anomaly must be [layers, planes]; pool the heads first, found shape {values.shape}")
     axes = _axes(axes)
     layers, planes = values.shape
     image = axes.pcolormesh(np.arange(planes + 1) - 0.5, np.arange(layers + 1) + 0.5, values, cmap="viridis", vmin=0)
@@ -124,18 +124,18 @@ def plot_entropy(
     return _finish(axes, "visible keys", "entropy of attention (nats)", legend=True)
 
 
-def plot_exactness(found: Exactness, axes: Axes | None = None) -> Axes:
+def plot_exactness(exactness: Exactness, axes: Axes | None = None) -> Axes:
     """The largest error of an angle against position, both axes logarithmic, in three arithmetics."""
     axes = _axes(axes)
     lines = (
-        ("positions in bfloat16", found.bfloat16, "s"),
-        ("float32 product", found.float32, "o"),
-        ("posjax, exact", found.exact, "^"),
+        ("positions in bfloat16", exactness.bfloat16, "s"),
+        ("float32 product", exactness.float32, "o"),
+        ("posjax, exact", exactness.exact, "^"),
     )
     for color, (label, errors, marker) in zip(_colors(len(lines)), lines, strict=True):
-        axes.plot(found.positions, errors, label=label, color=color, marker=marker, **_CURVE)
+        axes.plot(exactness.positions, errors, label=label, color=color, marker=marker, **_CURVE)
     axes.axhline(np.pi, **_BOUND)
-    axes.annotate("π: the angle is lost", (found.positions[0], np.pi), **_NOTE)
+    axes.annotate("π: the angle is lost", (exactness.positions[0], np.pi), **_NOTE)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(top=20)

@@ -107,14 +107,14 @@ def _spread(power: int, samples: int) -> Int[np.ndarray, "samples"]:
 def _errors(positions: Int[np.ndarray, "n"], frequencies: Frequencies) -> tuple[float, float, float]:
     single = np.asarray(frequencies.value)
     rounded = positions.astype(jnp.bfloat16)
-    found = (
+    computed_angles = (
         positions.astype(np.float32)[:, None] * single,
         rounded.astype(np.float32)[:, None] * single,
         angles(jnp.asarray(positions, jnp.int32), frequencies),
     )
     # Unsigned products wrap, so this is the angle modulo one turn in units of 2^-64 turn.
     wanted = (positions.astype(np.uint64)[:, None] * _words(frequencies)).astype(np.float64) * _UNIT
-    return tuple(float(np.abs(np.angle(np.exp(1j * (np.float64(angle) - wanted)))).max()) for angle in found)
+    return tuple(float(np.abs(np.angle(np.exp(1j * (np.float64(angle) - wanted)))).max()) for angle in computed_angles)
 
 
 _UNIT = 2 * np.pi / 2**64
@@ -131,8 +131,8 @@ def _frequencies(rule: Rule, head_dim: int | None, length: int | None) -> Freque
 
 def radians(rule: Rule, head_dim: int | None = None, length: int | None = None) -> Float[np.ndarray, "half"]:
     """The frequencies of a rule in radians per position, float64 if they are known on the host."""
-    found = _frequencies(rule, head_dim, length)
-    return _words(found) * _UNIT if found.is_exact else np.asarray(found.value, np.float64)
+    frequencies = _frequencies(rule, head_dim, length)
+    return _words(frequencies) * _UNIT if frequencies.is_exact else np.asarray(frequencies.value, np.float64)
 
 
 def _phasors(rule: Rule, distances, head_dim: int | None, options) -> np.ndarray:

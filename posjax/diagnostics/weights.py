@@ -288,7 +288,7 @@ def _read_rows(rows, at, params, length, arrays, *, scheme, static, reduce):
     attention, and the map of values to the outputs after it, which cancels both rotations.
     """
     keys, kv_heads = rows[1].shape[1:3]
-    maps = scheme.maps
+    maps = scheme.feature_map_or_identity
     options = {**({} if length is None else {"length": length}), **arrays, **dict(static)}
 
     def row(sequence):
@@ -305,8 +305,8 @@ def _read_rows(rows, at, params, length, arrays, *, scheme, static, reduce):
             v = maps.output(params.get("features", {}), v, k_at, **sizes)
             out = scheme.attend(q, k, v, params=params, q_positions=q_at, kv_positions=k_at, **gated, **options)
             out = out if scheme.linear is None else out[:, at]
-            found = maps.value(params.get("features", {}), out, at, **sizes)[0]
-            return found if reduce is None else reduce(found)
+            block_weights = maps.value(params.get("features", {}), out, at, **sizes)[0]
+            return block_weights if reduce is None else reduce(block_weights)
 
         return jax.lax.map(block, jnp.arange(0, keys, _COLUMNS))
 

@@ -1,7 +1,6 @@
 """Linear attention: kernels that are inner products of features, and attention in time linear in the length."""
 
-from posjax.linear.forms import LinearState, bidirectional, chunked, empty_state
-from posjax.linear.kernels import (
+from posjax.linear.feature_maps import (
     Cosine,
     Elu,
     Exponential,
@@ -12,6 +11,7 @@ from posjax.linear.kernels import (
     limit_features,
     taylor_features,
 )
+from posjax.linear.forms import LinearState, bidirectional, chunked, empty_state
 from posjax.linear.performer import Performer
 
 __all__ = [

@@ -2,10 +2,11 @@
 
     o_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = phi_i . psi_j exp(c_j)    over the keys j that i may see
 
-Queries and keys are features (``posjax.linear.kernels``), ``c`` is the log scale of a key. The sums over j are products
-of ``phi_i`` with a state, ``S = sum_j exp(c_j) psi_j v_j^T`` and ``z = sum_j exp(c_j) psi_j``: linear time, and one
-state of fixed size when decoding (Katharopoulos et al., arXiv 2006.16236, section 3). Sums are stored divided by
-``exp(M)``, where ``M`` is the largest ``c`` so far. This factor cancels, nothing overflows, and no later key is read.
+Queries and keys are features (``posjax.linear.feature_maps``), ``c`` is the log scale of a key. The sums over j are
+products of ``phi_i`` with a state, ``S = sum_j exp(c_j) psi_j v_j^T`` and ``z = sum_j exp(c_j) psi_j``: linear time,
+and one state of fixed size when decoding (Katharopoulos et al., arXiv 2006.16236, section 3). Sums are stored divided
+by ``exp(M)``, where ``M`` is the largest ``c`` so far. This factor cancels, nothing overflows, and no later key is
+read.
 
 With ``q_numerator`` and ``k_numerator`` the numerator has its own features, with RoPE applied.
 
@@ -202,8 +203,8 @@ def _product(equation: str, x: Float[Array, "batch kv_heads group q n"], y: Arra
     jaxlib 0.10.2 ends the process at a product with eight.
     """
     batch, kv_heads, group, queries, _ = x.shape
-    found = jnp.einsum(equation, x.reshape(batch, kv_heads, group * queries, x.shape[-1]), y)
-    return found.reshape(batch, kv_heads, group, queries, *found.shape[3:])
+    product = jnp.einsum(equation, x.reshape(batch, kv_heads, group * queries, x.shape[-1]), y)
+    return product.reshape(batch, kv_heads, group, queries, *product.shape[3:])
 
 
 def _exp(where, x):
@@ -274,7 +275,7 @@ def _both_ways(x: _Tokens, size: int) -> _Sums:
     """Sums over all keys of each query's document: the keys up to the query, and the keys after it."""
 
     def sums(x, diagonal):
-        chunks = _scan(x, _start(x, None), size, lambda found: found, diagonal=diagonal)[1]
+        chunks = _scan(x, _start(x, None), size, lambda chunk_sums: chunk_sums, diagonal=diagonal)[1]
         return [_join(a, x.ids.shape[1], axis) for a, axis in zip(chunks, _SUM_AXES, strict=True)]
 
     ahead = map(jnp.flip, sums(_each(jnp.flip, x), False), _SUM_AXES)
@@ -318,8 +319,8 @@ def _check_state(x: _Tokens, state: LinearState) -> None:
     batch, kv_heads, _, size = x.psi.shape
     sizes = {"s": (x.numerator[1].shape[-1], x.v.shape[-1]), "z": (size,), "log_scale": ()}
     for name, wanted in {name: (batch, kv_heads, *rest) for name, rest in sizes.items()}.items():
-        found = getattr(state, name).shape
-        check(found == wanted, f"state.{name} must have shape {wanted}, found {found}")
+        shape = getattr(state, name).shape
+        check(shape == wanted, f"state.{name} must have shape {wanted}, found {shape}")
     check(state.segment.shape == (batch,), f"state.segment must have shape {(batch,)}, found {state.segment.shape}")
 
 
@@ -360,8 +361,8 @@ def _ids(segment_ids: Array | None, phi: Array, state: LinearState | None) -> In
         document = jnp.zeros(wanted[0], jnp.int32) if state is None else jnp.maximum(state.segment, 0)
         return jnp.broadcast_to(document[:, None], wanted)
     fits = jnp.issubdtype(segment_ids.dtype, jnp.integer) and segment_ids.shape == wanted
-    found = f"found {segment_ids.dtype} {segment_ids.shape}"
-    check(fits, f"segment_ids must be integers {wanted}, {found}")
+    message_part = f"found {segment_ids.dtype} {segment_ids.shape}"
+    check(fits, f"segment_ids must be integers {wanted}, {message_part}")
     return segment_ids.astype(jnp.int32)
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_flags, check_number, take
-from posjax.linear.kernels import ScaledKernel, stabilised
+from posjax._checks import check, check_choice, check_count, check_flags, check_number, params_of
+from posjax.linear.feature_maps import ScaledKernel, stabilised
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,6 @@ class Performer(ScaledKernel):
 
     def _project(self, params, x):
         """``w . x`` in full precision, because it is an exponent."""
-        (projection,) = take(params, self, projection=(self.num_features, x.shape[-1]))
+        (projection,) = params_of(params, self, projection=(self.num_features, x.shape[-1]))
         projection = jax.lax.stop_gradient(projection).astype(x.dtype)
         return jnp.einsum("...d,md->...m", x, projection, precision=jax.lax.Precision.HIGHEST)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from posjax._checks import check, shown
-from posjax._numbers import level
+from posjax._checks import check, describe
+from posjax._numbers import align_ranks
 from posjax._slots import OfPairs, OfSomeHeads, OverPairs, with_head_axis
 from posjax.masks.bounds import BlockBounds
 from posjax.positions import Positions, as_array
@@ -49,7 +49,7 @@ class Mask(OverPairs):
 
     def allowed(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Bool[Array, "*b q k"]:
         """The tile: true where the query may see the key."""
-        return self.pairs(*level(q_positions[..., :, None], kv_positions[..., None, :]))
+        return self.pairs(*align_ranks(q_positions[..., :, None], kv_positions[..., None, :]))
 
     def tiles(self, q: BlockBounds, k: BlockBounds) -> tuple[Bool[Array, "*b nq nk"], Bool[Array, "*b nq nk"]]:
         """``(some, all)`` for every tile: whether a pair may be allowed, and whether all pairs are certainly allowed.
@@ -58,7 +58,7 @@ class Mask(OverPairs):
         """
         rows = (q.low[..., :, None], q.high[..., :, None])
         columns = (k.low[..., None, :], k.high[..., None, :])
-        return self.bounds(*level(*rows, *columns))
+        return self.bounds(*align_ranks(*rows, *columns))
 
     def pairs(self, i, j):
         """Allowed pairs for query positions ``i`` and key positions ``j`` that broadcast against each other."""
@@ -103,7 +103,7 @@ def as_mask(mask: "Mask | Array") -> Mask:
         return mask
     is_array = isinstance(mask, jax.Array | np.ndarray)
     write = f": write {mask.__name__}(...)" if isinstance(mask, type) else ""
-    check(is_array, f"mask must be a posjax.masks.Mask or a boolean array, found {shown(mask)}{write}")
+    check(is_array, f"mask must be a posjax.masks.Mask or a boolean array, found {describe(mask)}{write}")
     wanted = "mask must be boolean, true where a query may see a key"
     check(mask.dtype == jnp.bool_, f"{wanted}; found an array of {mask.dtype}: convert it with mask != 0")
     return ArrayMask(ArrayMask.with_four_axes(mask))
@@ -194,12 +194,12 @@ class Pair(Combined):
 
     def allowed(self, q_positions, kv_positions):
         """The tiles of both masks, joined."""
-        return self.join(*level(*(part.allowed(q_positions, kv_positions) for part in self.parts)))
+        return self.join(*align_ranks(*(part.allowed(q_positions, kv_positions) for part in self.parts)))
 
     def tiles(self, q, k):
         """The results of both masks, joined: still correct bounds for ``&`` and for ``|``."""
         (some, every), (some_right, every_right) = self.left.tiles(q, k), self.right.tiles(q, k)
-        return self.join(*level(some, some_right)), self.join(*level(every, every_right))
+        return self.join(*align_ranks(some, some_right)), self.join(*align_ranks(every, every_right))
 
 
 @jax.tree_util.register_dataclass
@@ -215,8 +215,8 @@ class And(Pair):
     @property
     def kept_keys(self):
         """The ``kept_keys`` of one mask, those with the smaller sum; None if both masks have None."""
-        found = [part.kept_keys for part in (self.left, self.right) if part.kept_keys is not None]
-        return min(found, key=sum, default=None)
+        key_counts = [part.kept_keys for part in (self.left, self.right) if part.kept_keys is not None]
+        return min(key_counts, key=sum, default=None)
 
     def visible(self, count, positions, causal):
         """The smaller of the two counts."""

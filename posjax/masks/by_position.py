@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from posjax._checks import check
-from posjax._numbers import LARGEST, is_array_number, level, register_numbers, whole_number
+from posjax._numbers import LARGEST, align_ranks, is_array_number, register_numbers, whole_number
 from posjax.masks.base import And, Combined, Mask, MaskOfHeads, Or
 
 Size = int | Int[Array, ""]
@@ -58,15 +58,15 @@ class _Sized(Mask):
     """Lower limit of sizes that are arrays, which cannot be checked."""
 
     def _check(self, name: str, at_least: int = 1) -> None:
-        found = whole_number(f"{type(self).__name__} {name}", getattr(self, name), at_least)
+        size = whole_number(f"{type(self).__name__} {name}", getattr(self, name), at_least)
         least = min(at_least, self._least_traced)
-        object.__setattr__(self, name, jnp.maximum(found, least) if is_array_number(found) else found)
+        object.__setattr__(self, name, jnp.maximum(size, least) if is_array_number(size) else size)
 
     @property
     def traced(self) -> tuple[str, ...]:
         """The names of the sizes that are arrays."""
-        found = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return tuple(f"{type(self).__name__} {name}" for name, value in found if is_array_number(value))
+        sizes = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return tuple(f"{type(self).__name__} {name}" for name, value in sizes if is_array_number(value))
 
     @property
     def kept_keys(self):
@@ -95,8 +95,8 @@ def _at_least(i, j, least):
 
 def _between(i, j, least, most):
     """``least <= i - j <= most``, for any two int32; no upper limit if ``most`` is None."""
-    found = _at_least(i, j, least)
-    return found if most is None else found & _at_least(j, i, -most)
+    far_enough = _at_least(i, j, least)
+    return far_enough if most is None else far_enough & _at_least(j, i, -most)
 
 
 def _around(i, j, before, after):
@@ -324,7 +324,7 @@ class Dilated(_Sized):
 
     def _for_heads(self, *positions):
         """The positions with an axis for the heads, if dilations differ."""
-        return level(np.zeros((1,) * 4), *positions)[1:] if isinstance(self.dilation, tuple) else positions
+        return align_ranks(np.zeros((1,) * 4), *positions)[1:] if isinstance(self.dilation, tuple) else positions
 
     def pairs(self, i, j):
         """Whether the distance is a multiple of the dilation, by a whole number below ``size`` in absolute value."""

@@ -148,8 +148,8 @@ def padding_of(mask: Mask | None) -> tuple[Bool[Array, "batch q"], Bool[Array, "
         return None if mask.finite else (mask.q_ids < 0, mask.kv_ids < 0)
     if not isinstance(mask, And):
         return None
-    found = [pair for pair in map(padding_of, mask.parts) if pair is not None]
-    return (reduce(or_, (q for q, _ in found)), reduce(or_, (k for _, k in found))) if found else None
+    paddings = [pair for pair in map(padding_of, mask.parts) if pair is not None]
+    return (reduce(or_, (q for q, _ in paddings)), reduce(or_, (k for _, k in paddings))) if paddings else None
 
 
 def padding(valid: Bool[Array, "batch length"]) -> Segments:

@@ -47,8 +47,10 @@ def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int |
         static = {"graph": graph, "schemes": schemes, "length": inputs.length}
         shared = [inputs.shared.get(scheme, {}) for scheme in schemes]
         for n in range(repeats):
-            x, found = _run_period(jax.tree.map(lambda leaf, n=n: leaf[n], state), x, inputs.visible, shared, **static)
-            for scheme, captured in zip(schemes, found, strict=True):
+            x, attention_inputs = _run_period(
+                jax.tree.map(lambda leaf, n=n: leaf[n], state), x, inputs.visible, shared, **static
+            )
+            for scheme, captured in zip(schemes, attention_inputs, strict=True):
                 yield Layer(scheme, *captured, model.config.logit_options)
 
 
@@ -56,11 +58,11 @@ def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int |
 def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[Array, list[tuple]]:
     """The output of the blocks of one period, and the inputs of attention in each block."""
     inputs = LayerInputs(Range(0, x.shape[1]), None, visible, length, dict(zip(schemes, shared, strict=True)))
-    found = []
+    attention_inputs = []
     for block in nnx.merge(graph, state):
-        found.append(_attention_inputs(block, x, inputs))
+        attention_inputs.append(_attention_inputs(block, x, inputs))
         x = block(x, inputs)
-    return x, found
+    return x, attention_inputs
 
 
 def _attention_inputs(block: Block, x: Array, inputs: LayerInputs) -> tuple:

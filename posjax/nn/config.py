@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_flags, check_number, check_positive, shown
-from posjax._numbers import LARGEST, level
+from posjax._checks import check, check_choice, check_count, check_flags, check_number, check_positive, describe
+from posjax._numbers import LARGEST, align_ranks
 from posjax.attention.placement import Placement
 from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
 from posjax.scheme import Layers, Scheme, uniform
@@ -30,7 +30,7 @@ def check_size(name: str, field: str, value: Any) -> None:
     """
     check_positive(name, value)
     most = MOST_LAYERS if field == "num_layers" else LARGEST
-    check(value <= most, f"{name} must be at most {most}, found {shown(value)}")
+    check(value <= most, f"{name} must be at most {most}, found {describe(value)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +192,7 @@ class DecoderConfig:
         self, products: Float[Array, "*b vocab"], bias: Float[Array, "vocab"] | None
     ) -> Float[Array, "*b vocab"]:
         """``c tanh(z / c)`` with ``z = logit_scale (products + bias)`` and the soft cap ``c``, if there is one."""
-        z = products if bias is None else operator.add(*level(products, bias.astype(products.dtype)))
+        z = products if bias is None else operator.add(*align_ranks(products, bias.astype(products.dtype)))
         z = z if self.logit_scale == 1 else z * self.logit_scale
         cap = self.logit_softcap
         return z if cap is None else cap * jnp.tanh(z / cap)

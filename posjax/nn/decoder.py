@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax import _serial
-from posjax._checks import check, check_length, check_tokens, shown
+from posjax._checks import check, check_length, check_tokens, describe
 from posjax._mesh import axes_of, explicit_spec, on_auto_axes
 from posjax._numbers import at_least_float32
 from posjax.attention.rows import ATTENDED
@@ -247,7 +247,7 @@ class Decoder(nnx.Module):
         graph, wanted = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
         state = nnx.state(self)
         shapes = [jax.tree.map(jnp.shape, nnx.to_pure_dict(s)) for s in (state, wanted)]
-        why = f"scheme: {shown(scheme)} does not fit the parameters of {shown(self.config.scheme)}"
+        why = f"scheme: {describe(scheme)} does not fit the parameters of {describe(self.config.scheme)}"
         check(shapes[0] == shapes[1], why)
         return nnx.merge(graph, state)
 
@@ -370,11 +370,11 @@ def _stack(
 
 def _shared_schemes(config: DecoderConfig) -> list[Scheme]:
     """One scheme for each distinct bias whose parameters all layers share."""
-    found = {}
+    by_bias = {}
     for scheme in config.layers.kinds:
         if scheme.bias is not None and scheme.bias.shared_across_layers:
-            found.setdefault(scheme.bias, scheme)
-    return list(found.values())
+            by_bias.setdefault(scheme.bias, scheme)
+    return list(by_bias.values())
 
 
 def _check_shapes(tokens, positions, segment_ids, coordinates) -> None:
@@ -382,16 +382,16 @@ def _check_shapes(tokens, positions, segment_ids, coordinates) -> None:
     columns = tokens.shape[1]
     check(columns > 0, f"tokens must hold at least one token, found shape {tokens.shape}")
     if segment_ids is not None:
-        found = segment_ids.shape
-        check(found == tokens.shape, f"segment_ids must have the shape of tokens, {tokens.shape}, found {found}")
+        shape = segment_ids.shape
+        check(shape == tokens.shape, f"segment_ids must have the shape of tokens, {tokens.shape}, found {shape}")
     if positions is not None:
-        found = (positions.length,) if isinstance(positions, Range) else jnp.shape(positions)
-        fits = found in ((columns,), (1, columns), tokens.shape)
-        check(fits, f"positions must have shape {(columns,)} or {tokens.shape}, found {found}")
+        shape = (positions.length,) if isinstance(positions, Range) else jnp.shape(positions)
+        fits = shape in ((columns,), (1, columns), tokens.shape)
+        check(fits, f"positions must have shape {(columns,)} or {tokens.shape}, found {shape}")
     if coordinates is not None:
-        found = jnp.shape(coordinates)
-        fits = len(found) > 1 and found[:-1] in ((columns,), (1, columns), tokens.shape)
-        check(fits, f"coordinates must have shape [*{tokens.shape}, axes] or [{columns}, axes], found {found}")
+        shape = jnp.shape(coordinates)
+        fits = len(shape) > 1 and shape[:-1] in ((columns,), (1, columns), tokens.shape)
+        check(fits, f"coordinates must have shape [*{tokens.shape}, axes] or [{columns}, axes], found {shape}")
 
 
 def _segment_sizes(segment_ids):

@@ -107,8 +107,8 @@ def _rows_of_device(axes: tuple[str, ...], table, tokens):
     is_local = (nearest >= 0) & (nearest < size)
     # JAX too reads the nearest row for an index that is outside, and gives that row no gradient. But JAX first adds the
     # size to a negative index, so the size is subtracted before.
-    found = table[jnp.where(local < 0, local - size, local)]
-    return jax.lax.psum(jnp.where(is_local[..., None], found, 0), axes)
+    embeddings = table[jnp.where(local < 0, local - size, local)]
+    return jax.lax.psum(jnp.where(is_local[..., None], embeddings, 0), axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

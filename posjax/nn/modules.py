@@ -243,9 +243,9 @@ class Block(nnx.Module):
         """The input of attention, from the residual stream."""
         return _through(self.attention_norm, x)
 
-    def _joined(self, x, normed, found):
-        """The residual stream after the layer. ``x`` is the stream before; attention maps ``normed`` to ``found``."""
-        with_attention = x + self._scaled(_through(self.attention_after, found))
+    def _joined(self, x, normed, attended):
+        """The residual stream after the layer. ``x`` is the one before; attention maps ``normed`` to ``attended``."""
+        with_attention = x + self._scaled(_through(self.attention_after, attended))
         read = x if self.residual.parallel else with_attention
         read = normed if self.residual.shared_norm else _through(self.mlp_norm, read)
         return with_attention + self._scaled(_through(self.mlp_after, self.mlp(read)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from posjax._numbers import level
+from posjax._numbers import align_ranks
 from posjax.nn.parameters import bias_parameter, on_any_mesh, plus
 from posjax.nn.specs import Norm
 from posjax.norms import rms_norm
@@ -53,7 +53,7 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.spec.eps)
-        normed, factor = level(normed, _factor(self))
+        normed, factor = align_ranks(normed, _factor(self))
         return plus(normed * factor, self.bias).astype(x.dtype)
 
 

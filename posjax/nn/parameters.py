@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from posjax._mesh import explicit_spec, has_explicit, on_auto_axes
-from posjax._numbers import level
+from posjax._numbers import align_ranks
 from posjax.attention.logits import LANES
 from posjax.attention.placement import Placement
 
@@ -30,7 +30,7 @@ def plus(x: Float[Array, "*b"], bias: nnx.Param | None) -> Float[Array, "*b"]:
     """``x + bias`` over the last axes, added in float32, so that the gradient of the bias is summed in float32 too."""
     if bias is None:
         return x
-    wide, bias = level(x.astype(jnp.float32), bias[...].astype(jnp.float32))
+    wide, bias = align_ranks(x.astype(jnp.float32), bias[...].astype(jnp.float32))
     return (wide + bias).astype(x.dtype)
 
 

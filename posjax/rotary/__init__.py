@@ -1,8 +1,8 @@
 """Rotary position embeddings: frequency rules, exact tables, rotation."""
 
 from posjax._angles import Frequencies
-from posjax.rotary.base import largest_context, smallest_base
 from posjax.rotary.clex import CLEX
+from posjax.rotary.context_base import largest_context, smallest_base
 from posjax.rotary.coordinates import SpanPositions, grid_coordinates, mrope_positions, patch_centres, tie_positions
 from posjax.rotary.dynamic import DynamicLinear, DynamicNTK, DynamicYaRN
 from posjax.rotary.feature import Rotary

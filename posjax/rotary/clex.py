@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._angles import Frequencies, as_real_positions, exact
-from posjax._checks import check, check_choice, check_count, check_length, take
+from posjax._checks import check, check_choice, check_count, check_length, params_of
 from posjax.positions import Positions
 from posjax.rotary.ntk import ntk_exponents
 from posjax.rotary.rules import FrequencyRule, Length, is_host
@@ -92,7 +92,7 @@ class CLEX(FrequencyRule):
             return rows if is_host(row) else jax.tree.map(lambda x: jnp.take(x, row, axis=0), rows), 1.0
         last = int(row.max()) if is_host(row) else self.max_factor - 1
         half, hidden = self._sizes(head_dim)
-        network = (part.astype(jnp.float32) for part in take(params, self, up=(half, hidden), down=(hidden, half)))
+        network = (part.astype(jnp.float32) for part in params_of(params, self, up=(half, hidden), down=(hidden, half)))
         learned = jnp.exp(self._integrate(*network, last, head_dim))
         return Frequencies(jnp.take(untrained[: last + 1].astype(np.float32) * learned, row, axis=0)), 1.0
 

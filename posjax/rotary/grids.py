@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from posjax._angles import as_real_positions
-from posjax._checks import check, check_choice, check_count, shown
+from posjax._checks import check, check_choice, check_count, describe
 from posjax.positions import Positions
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.feature import Rotary
@@ -139,7 +139,7 @@ class _OneDimensional(SeveralAxes):
     def __post_init__(self):
         if self.rule is not None:
             one = isinstance(self.rule, FrequencyRule) and not isinstance(self.rule, SeveralAxes)
-            check(one, f"rule must be a frequency rule of one axis, found {shown(self.rule)}")
+            check(one, f"rule must be a frequency rule of one axis, found {describe(self.rule)}")
             for name in ("base", "head_dim", "partial_rotary_factor"):
                 mine = getattr(self, name)
                 its = getattr(self.rule, name)
@@ -243,8 +243,8 @@ class MRoPE(_OneDimensional):
         axes = np.zeros(pairs, int)
         for axis in range(1, self.num_axes):
             axes[axis : self.num_axes * self.sections[axis] : self.num_axes] = axis
-        found = tuple(np.bincount(axes, minlength=self.num_axes).tolist())
-        check(found == self.sections, f"sections {self.sections} cannot be interleaved: that would give {found}")
+        counts = tuple(np.bincount(axes, minlength=self.num_axes).tolist())
+        check(counts == self.sections, f"sections {self.sections} cannot be interleaved: that would give {counts}")
         return axes
 
     def to_hf(self):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Protocol
 
-from posjax._checks import check, check_choice, check_count, check_counts, check_number, shown
+from posjax._checks import check, check_choice, check_count, check_counts, check_number, describe
 from posjax.rotary.dynamic import DynamicNTK
 from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.model_types import MODEL_TYPES, NO_ROTARY, UNREADABLE
@@ -86,27 +86,35 @@ def from_hf(config: Config | HasDict) -> FrequencyRule | dict[str, FrequencyRule
     config = config if isinstance(config, Mapping) else _as_mapping(config)
     if "rope_type" in config or ("type" in config and "model_type" not in config):
         return _rule(config, {}, _UNKNOWN)
-    for found in (config.get(key) for key in _SETTINGS):
-        check(not found or isinstance(found, Mapping), f"rope parameters must be a dictionary, found {shown(found)}")
+    for settings in (config.get(key) for key in _SETTINGS):
+        check(
+            not settings or isinstance(settings, Mapping),
+            f"rope parameters must be a dictionary, found {describe(settings)}",
+        )
     inner = config.get("rope_scaling") or config.get("rope_parameters") or {}
     row = _row(config, inner)
     if _is_nested(inner) or _is_nested(row.get("rope_parameters", {})):
         layers = _layers(config, row)
-        found = {name: None if one is None else _named_rule(name, one, config, row) for name, one in layers.items()}
-        rules = [rule for rule in found.values() if rule is not None]
+        model_rule = {
+            name: None if one is None else _named_rule(name, one, config, row) for name, one in layers.items()
+        }
+        rules = [rule for rule in model_rule.values() if rule is not None]
     else:
-        found = _rule(_with_outer_original(inner or row.get("rope_parameters", {}), config), config, row)
-        rules = [found]
+        model_rule = _rule(_with_outer_original(inner or row.get("rope_parameters", {}), config), config, row)
+        rules = [model_rule]
     _check_read(config, row, rules)
-    return found
+    return model_rule
 
 
 def _as_mapping(config: Any) -> Config:
     wanted = "config must be a dictionary, or an object with to_dict() such as transformers' PretrainedConfig"
     check(hasattr(config, "to_dict") and not isinstance(config, type), f"{wanted}, found {type(config).__name__}")
-    found = config.to_dict()
-    check(isinstance(found, Mapping), f"{wanted}, found {type(config).__name__} whose to_dict() gives {shown(found)}")
-    return found
+    mapping = config.to_dict()
+    check(
+        isinstance(mapping, Mapping),
+        f"{wanted}, found {type(config).__name__} whose to_dict() gives {describe(mapping)}",
+    )
+    return mapping
 
 
 # --- what the model type implies --------------------------------------------------------------------------------------
@@ -118,7 +126,7 @@ def _row(config: Config, inner: Config) -> Config:
         # A key that contains a known one, such as swa_rope_theta, is another key.
         known = any(other in str(key) for other in _KEYS)
         near = () if known else get_close_matches(str(key), _KEYS, n=1, cutoff=0.92)
-        check(not near, f"unknown key {shown(key)}; did you mean {near[0] if near else None!r}?")
+        check(not near, f"unknown key {describe(key)}; did you mean {near[0] if near else None!r}?")
     name = str(config.get("model_type"))
     says_base = bool(inner) or any(config.get(key) is not None for key in (*_BASES, *_LAYER_BASES))
     check(
@@ -131,8 +139,10 @@ def _row(config: Config, inner: Config) -> Config:
         return _unknown_row(config, inner)
     row = MODEL_TYPES[name]
     for key, (value, default) in row.get("switch", {}).items():
-        found = config.get(key, default)
-        check(found == value, f"{key} {shown(found)}: {name!r} has no rotary positions then, only with {value!r}")
+        setting = config.get(key, default)
+        check(
+            setting == value, f"{key} {describe(setting)}: {name!r} has no rotary positions then, only with {value!r}"
+        )
     return row
 
 
@@ -142,7 +152,7 @@ def _unknown_row(config: Config, inner: Config) -> Config:
         if key in config and not _is_nested(inner):
             return _UNKNOWN | {name: MODEL_TYPES[like][name] for name in ("bases", "scaled", "rope_parameters")}
     name = config.get("model_type")
-    what = "config says nothing of rope" if name is None else f"model_type {shown(name)} is not known"
+    what = "config says nothing of rope" if name is None else f"model_type {describe(name)} is not known"
     says_base = any(key in one for one in (inner, config) for key in _BASES) or _is_nested(inner)
     check(
         says_base or (bool(inner) and name is None),
@@ -175,14 +185,14 @@ def _check_read(config: Config, row: Config, rules: list[FrequencyRule]) -> None
             effects = _effects(key, rules)
             check(
                 value is None or value in effects,
-                f"{key} {shown(value)}: transformers reads {(read or ['rope_parameters'])[0]} for {name}, which gives "
-                f"{shown(effects)} here; write it there if that is intended",
+                f"{key} {describe(value)}: transformers reads {(read or ['rope_parameters'])[0]} for {name}, which "
+                f"gives {describe(effects)} here; write it there if that is intended",
             )
     for key, of_one in (("layer_rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
         values = config.get(key)
         known = (0, *_effects(of_one, rules))
         several = isinstance(values, list | tuple) and not all(value in known for value in values)
-        check(not several, f"{key} {shown(values)}: layers that differ; give rope_parameters by layer type")
+        check(not several, f"{key} {describe(values)}: layers that differ; give rope_parameters by layer type")
 
 
 def _effects(key: str, rules: list[FrequencyRule]) -> list[float]:
@@ -217,18 +227,22 @@ def _layers(config: Config, row: Config) -> dict[str, Config | None]:
     name = str(config.get("model_type"))[:100]
     check(
         row is _UNKNOWN or _is_nested(implied),
-        f"rope_parameters {shown(given)}: {name} has one rule for all layers; give only that rule",
+        f"rope_parameters {describe(given)}: {name} has one rule for all layers; give only that rule",
     )
     wanted = f"{name} has separate rope_parameters for the layer types {', '.join(implied)}; give them by layer type"
-    check(not given or _is_nested(given), f"rope_parameters {shown(given)}: {wanted}")
-    check(not flat or bool(scaled), f"rope_scaling {shown(flat)}: {wanted}")
-    found = dict(given or implied)
+    check(not given or _is_nested(given), f"rope_parameters {describe(given)}: {wanted}")
+    check(not flat or bool(scaled), f"rope_scaling {describe(flat)}: {wanted}")
+    settings = dict(given or implied)
     for layer, key in bases.items():
         base = config[key] if key in config else implied[layer]["rope_theta"]
-        found[layer] = {**implied[layer], "rope_theta": base, **(given.get(layer) or {})}
+        settings[layer] = {**implied[layer], "rope_theta": base, **(given.get(layer) or {})}
     for layer, more in scaled.items() if flat else ():
-        found[layer] = {**(found.get(layer) or {}), **(more if _rope_type(flat, config) == "yarn" else {}), **flat}
-    return found
+        settings[layer] = {
+            **(settings.get(layer) or {}),
+            **(more if _rope_type(flat, config) == "yarn" else {}),
+            **flat,
+        }
+    return settings
 
 
 # --- one rule ---------------------------------------------------------------------------------------------------------
@@ -277,7 +291,7 @@ def _rule(parameters: Config, config: Config, row: Config, layer: str | None = N
     model = config.get("model_type")
     check(
         partial or share == 1,
-        f"partial_rotary_factor must be 1 for {model}, which rotates whole heads; found {shown(share)}",
+        f"partial_rotary_factor must be 1 for {model}, which rotates whole heads; found {describe(share)}",
     )
     rule = cls(base=_base(parameters, config, row, layer), head_dim=size, partial_rotary_factor=share, **options)
     return rule if row is _UNKNOWN or "scales_softmax" in row else _without_softmax_scale(rule)
@@ -294,7 +308,7 @@ def _options(name: str, cls: type[FrequencyRule], parameters: Config, config: Co
     if "factor" in cls.hf_keys.values() and "factor" not in given and (name == "longrope" or "factor" in parameters):
         given |= _implied_factor(given, config)
     for key in _REQUIRED.get(name, ()):
-        check(key in given, f"rope_type {name!r} needs the key {key!r}, found {shown(sorted(parameters))}")
+        check(key in given, f"rope_type {name!r} needs the key {key!r}, found {describe(sorted(parameters))}")
     return {field: given[key] for field, key in cls.hf_keys.items() if key in given}
 
 
@@ -308,17 +322,17 @@ def _without_softmax_scale(rule: FrequencyRule) -> FrequencyRule:
 def _original_length(name: str, given: Config, config: Config) -> int:
     """The training length: the inner value, else ``max_position_embeddings``; for dynamic the two must agree."""
     inner, outer = given.get("original_max_position_embeddings"), config.get("max_position_embeddings")
-    found = outer if inner is None else inner
+    length = outer if inner is None else inner
     check(
-        found is not None,
+        length is not None,
         f"rope_type {name!r} needs 'original_max_position_embeddings', or max_position_embeddings in the config",
     )
     check(
-        name != "dynamic" or outer in (None, found),
-        f"rope_type 'dynamic': original_max_position_embeddings {shown(found)} contradicts max_position_embeddings "
-        f"{shown(outer)}",
+        name != "dynamic" or outer in (None, length),
+        f"rope_type 'dynamic': original_max_position_embeddings {describe(length)} contradicts max_position_embeddings "
+        f"{describe(outer)}",
     )
-    return found
+    return length
 
 
 def _implied_factor(given: Config, config: Config) -> Config:
@@ -358,7 +372,7 @@ def _share_of(width: int, size: int | None) -> float:
     """The share of a number of channels."""
     check(size is not None, "rotary_dim needs the head size: give n_embd and n_head")
     whole = isinstance(width, int) and not isinstance(width, bool)
-    check(whole and 0 < width <= size, f"rotary_dim must be a whole number from 1 to {size}, found {shown(width)}")
+    check(whole and 0 < width <= size, f"rotary_dim must be a whole number from 1 to {size}, found {describe(width)}")
     return width / size
 
 
@@ -374,7 +388,8 @@ def _check_same_width(width: int, share: float, size: int | None, config: Config
     whole = size if rest is None else rest + width
     check(
         share == 1 or whole in (None, width) or int(whole * share) == width,
-        f"partial_rotary_factor {shown(share)} of {shown(whole)} channels contradicts qk_rope_head_dim {shown(width)}",
+        f"partial_rotary_factor {describe(share)} of {describe(whole)} channels contradicts "
+        f"qk_rope_head_dim {describe(width)}",
     )
 
 
@@ -383,11 +398,11 @@ def _head_dim(config: Config, row: Config, layer: str | None) -> int | None:
     if config.get("per_layer_config") and row is _UNKNOWN:
         return None
     names = row.get("names", {})
-    if layer == "full_attention" and (found := config.get("global_head_dim") or row.get("global_head_dim")):
-        return found
+    if layer == "full_attention" and (head_dim := config.get("global_head_dim") or row.get("global_head_dim")):
+        return head_dim
     key = names.get("head_dim", "head_dim")
-    if found := config.get(key) or config.get("head_dim"):
-        return found
+    if head_dim := config.get(key) or config.get("head_dim"):
+        return head_dim
     if key not in config and key in row:
         check(row[key] is not None, f"{key} is missing: give the size of a head")
         return row[key]

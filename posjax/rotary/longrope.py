@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._angles import Frequencies, as_real_positions, exact
-from posjax._checks import check, check_choice, check_counts, check_length, check_positive, shown
+from posjax._checks import check, check_choice, check_counts, check_length, check_positive, describe
 from posjax.positions import Positions
 from posjax.rotary.dynamic import excess, scaled
 from posjax.rotary.ntk import ntk_exponents
@@ -61,7 +61,7 @@ class LongRoPE(FrequencyRule):
     def __post_init__(self):
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
-            check(isinstance(values, list | tuple), f"{name} must be a list of numbers, found {shown(values)}")
+            check(isinstance(values, list | tuple), f"{name} must be a list of numbers, found {describe(values)}")
             for value in values:
                 check_number(f"every {name}", value)
                 check(value > 0, f"every {name} must be positive, found {value!r}")
@@ -82,7 +82,7 @@ class LongRoPE(FrequencyRule):
         whole = isinstance(self.unscaled_first, int | np.integer) and not isinstance(self.unscaled_first, bool)
         check(
             whole and self.unscaled_first >= 0,
-            f"unscaled_first must be a whole number of at least 0, found {shown(self.unscaled_first)}",
+            f"unscaled_first must be a whole number of at least 0, found {describe(self.unscaled_first)}",
         )
         super().__post_init__()
 
@@ -90,9 +90,9 @@ class LongRoPE(FrequencyRule):
         """The rotary width, which both lists must fit."""
         width = super().rotary_dim(head_dim)
         for name in ("short_factor", "long_factor"):
-            found = len(getattr(self, name))
+            count = len(getattr(self, name))
             check(
-                found == width // 2, f"{name} must have {width // 2} numbers for a rotary width {width}, found {found}"
+                count == width // 2, f"{name} must have {width // 2} numbers for a rotary width {width}, found {count}"
             )
         return width
 
@@ -291,7 +291,7 @@ def search(
 
 
 def _space(initial: LongRoPE, reach: float, step: float, choices: tuple[int, ...]) -> _Space:
-    check(isinstance(initial, LongRoPE), f"initial must be a LongRoPE rule, found {shown(initial)}")
+    check(isinstance(initial, LongRoPE), f"initial must be a LongRoPE rule, found {describe(initial)}")
     check(initial.factor is not None, "initial needs factor (new length / original_length), which bounds the search")
     check_number("reach", reach, at_least=1)
     check_positive("step", step)

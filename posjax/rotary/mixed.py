@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from posjax._angles import as_real_positions
-from posjax._checks import check, check_choice, check_count, check_even, take
+from posjax._checks import check, check_choice, check_count, check_even, params_of
 from posjax._slots import Features
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.rotation import PAIRINGS, apply_rotary
@@ -67,7 +67,7 @@ class MixedRotary(Features):
     def table(self, params, positions, *, head_dim: int) -> RotaryTable:
         """cos and sin, float32 ``[batch or 1, length, kv_heads, head_dim / 2]``."""
         shape = ("kv_heads", self.num_axes, self.query_size(head_dim) // 2)
-        (frequencies,) = take(params, self, frequencies=shape)
+        (frequencies,) = params_of(params, self, frequencies=shape)
         coordinates = [as_real_positions(axis) for axis in by_axis(positions, self.num_axes)]
         coordinates = coordinates * self.num_axes if len(coordinates) == 1 else coordinates
         heads, _, pairs = frequencies.shape

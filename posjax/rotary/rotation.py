@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_even, check_float, shown
+from posjax._checks import check, check_choice, check_even, check_float, describe
 from posjax._lowered import Lowered, run, split_by_compiler, zero_tangent
-from posjax._numbers import at_least_float32, level
+from posjax._numbers import align_ranks, at_least_float32
 from posjax.rotary import tpu
 from posjax.rotary.tables import RotaryTable
 
@@ -78,7 +78,7 @@ def _rotated(x: Array, table: RotaryTable, pairing: str) -> Array:
 def _turned(x: Array, table: RotaryTable, pairing: str) -> Array:
     """Rotates all features."""
     dtype = at_least_float32(x.dtype)
-    _, cos, sin = level(x, *(_with_heads(part.astype(dtype), x.shape[-2]) for part in table))
+    _, cos, sin = align_ranks(x, *(_with_heads(part.astype(dtype), x.shape[-2]) for part in table))
     wide = x.astype(dtype)
     half = cos.shape[-1]
     a, b = (wide[..., :half], wide[..., half:]) if pairing == "half" else (wide[..., 0::2], wide[..., 1::2])
@@ -111,7 +111,9 @@ def _check_table(x: Array, table: RotaryTable) -> None:
 def check_table(table: RotaryTable) -> None:
     """Raises ValueError unless ``table`` is a RotaryTable; a plain pair of arrays is not."""
     made = isinstance(table, RotaryTable)
-    check(made, f"table must be a RotaryTable, as rotary_table makes it or RotaryTable(cos, sin), found {shown(table)}")
+    check(
+        made, f"table must be a RotaryTable, as rotary_table makes it or RotaryTable(cos, sin), found {describe(table)}"
+    )
 
 
 def permute_projection(

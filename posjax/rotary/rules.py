@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._angles import Frequencies, exact
-from posjax._checks import check, check_choice, check_even, check_number, shown
-from posjax._slots import is_own_class
+from posjax._checks import check, check_choice, check_even, check_number, describe
+from posjax._slots import is_custom_class
 from posjax.positions import Positions
 from posjax.rotary.tables import RotaryTable, rotary_table
 
@@ -62,7 +62,7 @@ class FrequencyRule:
         check(self.base > 1, f"base must be greater than 1, found {self.base!r}")
         check_number("partial_rotary_factor", self.partial_rotary_factor)
         whole = self.head_dim is None or isinstance(self.head_dim, numbers.Integral)
-        check(whole, f"head_dim must be a whole number, found {shown(self.head_dim)}")
+        check(whole, f"head_dim must be a whole number, found {describe(self.head_dim)}")
         self._check_width()
 
     def _check_width(self) -> None:
@@ -116,17 +116,23 @@ class FrequencyRule:
         factor ``[batch, 1, 1]`` if the factor depends on the length too.
         ``head_dim`` is needed if the rule has none. Raises ValueError if neither is given, or if the two differ.
         """
-        found = self.inverse_frequencies(head_dim)
-        if is_own_class(type(self)):
-            self._check_own(found, head_dim)
-        return exact(found), self.table_factor
+        inverse_frequencies = self.inverse_frequencies(head_dim)
+        if is_custom_class(type(self)):
+            self._check_own(inverse_frequencies, head_dim)
+        return exact(inverse_frequencies), self.table_factor
 
-    def _check_own(self, found: Any, head_dim: int | None) -> None:
+    def _check_own(self, inverse_frequencies: Any, head_dim: int | None) -> None:
         """Raises ValueError unless a rule from outside the library gave a NumPy array with a number for each pair."""
         name = f"{type(self).__name__}.inverse_frequencies"
         pairs = self.rotary_dim(head_dim) // 2
-        check(isinstance(found, np.ndarray), f"{name} must give a NumPy array, made in float64, found {shown(found)}")
-        check(found.shape == (pairs,), f"{name} must give {pairs} numbers, one for each pair, found {found.shape}")
+        check(
+            isinstance(inverse_frequencies, np.ndarray),
+            f"{name} must give a NumPy array, made in float64, found {describe(inverse_frequencies)}",
+        )
+        check(
+            inverse_frequencies.shape == (pairs,),
+            f"{name} must give {pairs} numbers, one for each pair, found {inverse_frequencies.shape}",
+        )
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
         """Learned parameters of the rule, ``{}`` if there are none."""
@@ -256,5 +262,5 @@ def inverse_frequencies(head_dim: int, base: float = 10_000.0, *, partial_rotary
 def check_angles(frequencies: Any, precision: str) -> None:
     """Raises ValueError unless ``frequencies`` is a rule and ``precision`` is one of ``rotary_table``."""
     made = isinstance(frequencies, FrequencyRule)
-    check(made, f"frequencies must be a frequency rule such as Plain(), found {shown(frequencies)}")
+    check(made, f"frequencies must be a frequency rule such as Plain(), found {describe(frequencies)}")
     check_choice("precision", precision, ("exact", "hf"))

@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from posjax._checks import check, check_choice, check_flags, check_positive, shown
-from posjax._numbers import level
+from posjax._checks import check, check_choice, check_flags, check_positive, describe
+from posjax._numbers import align_ranks
 from posjax.rotary.rules import FrequencyRule, OfFactor, check_number
 from posjax.rotary.tables import RotaryTable, rotary_table
 
@@ -254,7 +254,7 @@ class Stretched(FrequencyRule):
     partial_rotary_factor: float = field(init=False, repr=False)
 
     def __post_init__(self):
-        check(isinstance(self.rule, FrequencyRule), f"rule must be a frequency rule, found {shown(self.rule)}")
+        check(isinstance(self.rule, FrequencyRule), f"rule must be a frequency rule, found {describe(self.rule)}")
         name = type(self.rule).__name__
         check(not self.rule.reads_length, f"rule: {name} reads the current length, so its frequencies are not fixed")
         fixed = all(getattr(type(self.rule), hook) is getattr(FrequencyRule, hook) for hook in ("at_length", "table"))
@@ -301,5 +301,5 @@ class Ahead(Stretched):
         cos, sin = super().table(positions, head_dim=head_dim, precision=precision)
         inverse_frequencies, _ = self.at_length(head_dim=head_dim)
         turn = rotary_table(np.array([self.shift]), inverse_frequencies, precision=precision)
-        cos, sin, more_cos, more_sin = level(cos, sin, *turn)
+        cos, sin, more_cos, more_sin = align_ranks(cos, sin, *turn)
         return RotaryTable(cos * more_cos - sin * more_sin, sin * more_cos + cos * more_sin)

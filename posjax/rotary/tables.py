@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from posjax._angles import Frequencies, as_frequencies, as_real_positions, fixed_point, real_angles
-from posjax._checks import check, check_finite, shown
-from posjax._numbers import level
+from posjax._checks import check, check_finite, describe
+from posjax._numbers import align_ranks
 from posjax.positions import Positions
 
 
@@ -33,7 +33,7 @@ def learned_angles(
     only the gradient is taken from it.
     """
     exact = real_angles(positions, fixed_point(jax.lax.stop_gradient(values)))
-    positions, values = level(positions.astype(jnp.float32)[..., None], values.astype(jnp.float32))
+    positions, values = align_ranks(positions.astype(jnp.float32)[..., None], values.astype(jnp.float32))
     product = positions * values
     return jax.lax.stop_gradient(exact) + (product - jax.lax.stop_gradient(product))
 
@@ -51,7 +51,7 @@ def _check_frequencies(given) -> None:
         f"{name}, factor = rule.at_length(...) and pass attention_factor=factor",
     )
     known = isinstance(given, Frequencies | jax.Array | np.ndarray | np.generic | list | tuple)
-    check(known, f"{name} must be an array, found {shown(given)}")
+    check(known, f"{name} must be an array, found {describe(given)}")
 
 
 def rotary_table(

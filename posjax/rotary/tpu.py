@@ -40,7 +40,7 @@ def rotated(
     table = pl.BlockSpec((None, tokens, size), lambda b, i, h: (b if tables[0].shape[0] > 1 else 0, i, 0))
     partners = jnp.asarray(_partners(size, 2 * cos.shape[-1], pairing), x.dtype)
     flat = x.reshape(batch, length, heads * size)
-    found = pl.pallas_call(
+    output = pl.pallas_call(
         _kernel,
         grid=(batch, length // tokens, heads * size // columns),
         in_specs=[features, table, table, pl.BlockSpec(partners.shape, lambda b, i, h: (0, 0))],
@@ -50,7 +50,7 @@ def rotated(
         interpret=interpret,
         name="posjax_rotation",
     )(flat, *tables, partners)
-    return found.reshape(x.shape)
+    return output.reshape(x.shape)
 
 
 def _widened(part: Array, size: int, pairing: str, fill: float) -> Float[Array, "batch_or_1 length size"]:

@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array
 
 from posjax import masks, rotary
-from posjax._checks import check, shown
+from posjax._checks import check, describe
 from posjax._slots import Features, check_registered
 from posjax.absolute import Embedding
 from posjax.bias import BiasSpec
@@ -42,14 +42,14 @@ class Choices:
     training_positions: PositionRule | None = None
 
     @property
-    def maps(self) -> Features:
+    def feature_map_or_identity(self) -> Features:
         """The features; the plain projections if there are none."""
         return _PLAIN if self.features is None else self.features
 
     @property
     def reads_length(self) -> bool:
         """Whether the scheme depends on the current length (dynamic NTK, LongRoPE's switch)."""
-        return self.maps.reads_length
+        return self.feature_map_or_identity.reads_length
 
     @property
     def reads_tokens(self) -> bool:
@@ -59,7 +59,7 @@ class Choices:
     @property
     def rotates(self) -> bool:
         """Whether the features have frequencies, which ``extend`` may change."""
-        return self.maps.frequencies is not None
+        return self.feature_map_or_identity.frequencies is not None
 
     @property
     def shift_invariant(self) -> bool:
@@ -77,11 +77,11 @@ class Choices:
         """
         if self.bias is not None and self.bias.contextual:
             return None
-        found = [mask.kept_keys for mask in (self.mask, self._far_mask) if mask is not None]
-        return next((bounds for bounds in found if bounds is not None), None)
+        key_counts = [mask.kept_keys for mask in (self.mask, self._far_mask) if mask is not None]
+        return next((bounds for bounds in key_counts if bounds is not None), None)
 
     @property
-    def own_mask(self) -> masks.Mask | None:
+    def scheme_mask(self) -> masks.Mask | None:
         """The masks of the mask slot and the remap slot, combined by ``&``."""
         return all_of(self.mask, self._far_mask)
 
@@ -106,8 +106,8 @@ SLOT_NAMES = ("frequencies", *(field.name for field in dataclasses.fields(Choice
 
 def all_of(*parts: masks.Mask | None) -> masks.Mask | None:
     """The ``&`` of all masks that are not None; None if all are None."""
-    found = [part for part in parts if part is not None]
-    return None if not found else functools.reduce(operator.and_, found)
+    given_masks = [part for part in parts if part is not None]
+    return None if not given_masks else functools.reduce(operator.and_, given_masks)
 
 
 def check_slots(scheme: Choices) -> None:
@@ -119,7 +119,7 @@ def check_slots(scheme: Choices) -> None:
 
 
 def _check_spec(name: str, spec: Any, base: type) -> None:
-    expected = f"{name}: expected a posjax {base.__name__} or None, found {shown(spec)}"
+    expected = f"{name}: expected a posjax {base.__name__} or None, found {describe(spec)}"
     check(not isinstance(spec, type), f"{expected}; write {getattr(spec, '__name__', '')}(...)")
     check(not isinstance(spec, str), f"{expected}; to give its name, write scheme(..., {name}={{'name': {spec!r}}})")
     check(isinstance(spec, base), f"{expected}; a class of your own is derived from {base.__name__}")
@@ -173,7 +173,7 @@ def _check_hashable(scheme: Choices) -> None:
 
 
 def _check_temperature(scheme: Choices) -> None:
-    has_temperature = isinstance(scheme.maps.frequencies, rotary.YaRN | rotary.DynamicYaRN)
+    has_temperature = isinstance(scheme.feature_map_or_identity.frequencies, rotary.YaRN | rotary.DynamicYaRN)
     check(
         not (has_temperature and isinstance(scheme.scale, YaRNTemperature)),
         "scale: YaRN's frequencies have its temperature already; leave YaRNTemperature out, or use NTKByParts",
@@ -236,7 +236,7 @@ def _check_kernel(scheme: Choices) -> None:
     )
     check(
         scheme.features is None or type(scheme.features) is rotary.Rotary,
-        f"features: linear attention rotates its numerator with Rotary only, found {shown(scheme.features)}",
+        f"features: linear attention rotates its numerator with Rotary only, found {describe(scheme.features)}",
     )
 
 
@@ -249,10 +249,12 @@ def check_direction(scheme: Choices, causal: bool) -> None:
         return
     for name in ("features", "bias", "remap"):
         spec = getattr(scheme, name)
-        found = None if spec is None else spec.one_sided
+        one_sided = None if spec is None else spec.one_sided
         kind = type(spec).__name__
-        remedy = f"use {kind}({found}) when every token sees both sides" if found and "=" in found else found
-        check(found is None, f"{name}: {kind} is for causal attention; {remedy or 'use another method'}")
+        remedy = (
+            f"use {kind}({one_sided}) when every token sees both sides" if one_sided and "=" in one_sided else one_sided
+        )
+        check(one_sided is None, f"{name}: {kind} is for causal attention; {remedy or 'use another method'}")
 
 
 def check_reach(embedding: Embedding | None, name: str, tokens: int) -> None:
@@ -320,7 +322,7 @@ def _resolved(scheme, slot_name: str, value):
     if not isinstance(value, Mapping):
         return value
     options = dict(value)
-    check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {shown(value)}")
+    check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {describe(value)}")
     if slot_name == "frequencies":
         options = _inherited(scheme.features.frequencies, options["name"]) | options
     return slot(slot_name, options.pop("name"), **options)
@@ -330,7 +332,7 @@ def _inherited(before: rotary.FrequencyRule, name: str) -> dict[str, Any]:
     """The options that a frequency rule by name inherits from ``before``, the rule that it replaces."""
     check(
         before.partial_rotary_factor == 1 or isinstance(before, rotary.Proportional) == (name == "proportional"),
-        f"frequencies: {name!r} would not rotate the pairs that {shown(before)} does, because the share of "
+        f"frequencies: {name!r} would not rotate the pairs that {describe(before)} does, because the share of "
         "p-RoPE differs from that of partial rotary; pass the rule itself if that is intended",
     )
     return {key: getattr(before, key) for key in ("base", "head_dim", "partial_rotary_factor")}
@@ -357,8 +359,9 @@ def check_same_parameters(before: Choices, after: Choices) -> None:
     for name in ("embedding", *LEARNING):
         _check_slot(name, getattr(before, name), getattr(after, name), head_dim)
     check(
-        before.maps.widths == after.maps.widths,
-        f"features: {shown(after.features)} needs other projections than {shown(before.features)}; train it instead",
+        before.feature_map_or_identity.widths == after.feature_map_or_identity.widths,
+        f"features: {describe(after.features)} needs other projections than {describe(before.features)}; "
+        "train it instead",
     )
 
 
@@ -366,7 +369,7 @@ def _check_slot(name: str, before, after, head_dim: int) -> None:
     if before == after:
         return
     has, needs = _shapes(before, head_dim), _shapes(after, head_dim)
-    why = f"{name}: {shown(after)} needs parameters {needs}, but the model has {has}; train it instead"
+    why = f"{name}: {describe(after)} needs parameters {needs}, but the model has {has}; train it instead"
     check(has == needs, why)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax import linear, masks
-from posjax._checks import check, check_choice, check_heads, shown
+from posjax._checks import check, check_choice, check_heads, describe
 from posjax._numbers import LARGEST
 from posjax._slots import Features
 from posjax.attention import attention
@@ -32,7 +32,7 @@ LayerCache = Cache | LinearState
 """The cache of one layer."""
 
 
-class Where(NamedTuple):
+class TokenPositions(NamedTuple):
     """The positions of the queries and keys of a call.
 
     Args:
@@ -132,22 +132,22 @@ class SoftmaxAttention:
     @property
     def caches(self) -> str:
         """See ``Scheme.caches``."""
-        kind = self.scheme.maps.cached
+        kind = self.scheme.feature_map_or_identity.cached
         return "raw" if kind == "rotated" and (self.scheme.remap is not None or self.scheme.reads_length) else kind
 
-    def attend(self, q, k, v, params: Params, where: Where, *, mask=None, **options):
-        """``attend_stored`` on the keys and values that ``stored`` returns."""
+    def attend(self, q, k, v, params: Params, where: TokenPositions, *, mask=None, **options):
+        """``attend_cached`` on the keys and values that ``cache_entries`` returns."""
         q, k, v = without_padding(mask, q, k, v)
         heads = where.placement.key_heads(k.shape[2])
         if "features" in params and heads is not None:
             # The parameters of the features are those of this device's key heads.
-            params = dict(params) | {"features": self.scheme.maps.heads(params["features"], heads)}
-        k, v = self.stored(params, k, v, where.keys(self.scheme.maps, k), **where.sizes)
-        return self.attend_stored(q, k, v, params, where, mask=mask, **options)
+            params = dict(params) | {"features": self.scheme.feature_map_or_identity.heads(params["features"], heads)}
+        k, v = self.cache_entries(params, k, v, where.keys(self.scheme.feature_map_or_identity, k), **where.sizes)
+        return self.attend_cached(q, k, v, params, where, mask=mask, **options)
 
-    def stored(self, params: Params, k, v, at: Positions | Array, **sizes) -> tuple[Array, Array]:
+    def cache_entries(self, params: Params, k, v, at: Positions | Array, **sizes) -> tuple[Array, Array]:
         """Keys and values after the norm and the maps that never change, for features at positions ``at``."""
-        features = self.scheme.maps
+        features = self.scheme.feature_map_or_identity
         learned = params.get("features", {})
         if self.scheme.norm is not None:
             k = self.scheme.norm.apply(params.get("norm", {}), k, k)[1]
@@ -155,13 +155,13 @@ class SoftmaxAttention:
             return features.compact(k), v
         return features.key(learned, k, at, **sizes), features.value(learned, v, at, **sizes)
 
-    def attend_stored(
+    def attend_cached(
         self,
         q,
         k,
         v,
         params: Params,
-        where: Where,
+        where: TokenPositions,
         *,
         causal: bool = True,
         mask: masks.Mask | None = None,
@@ -172,39 +172,41 @@ class SoftmaxAttention:
         partition: Partition | None = None,
         **options,
     ):
-        """Attention on keys and values as returned by ``stored``, with residuals if ``return_residuals``."""
+        """Attention on keys and values as returned by ``cache_entries``, with residuals if ``return_residuals``."""
         check_direction(self.scheme, causal)
         check_no_slots(options)
         check_scale(query_scale, "query_scale")
         heads = where.placement.all_heads(q.shape[2])
-        at_q = where.queries(self.scheme.maps, q)
-        dot_scale = (where.head_dim**-0.5 if query_scale is None else query_scale) * self.scheme.maps.softmax_scale
+        at_q = where.queries(self.scheme.feature_map_or_identity, q)
+        dot_scale = (
+            where.head_dim**-0.5 if query_scale is None else query_scale
+        ) * self.scheme.feature_map_or_identity.softmax_scale
         scale = self._scale(q, params, where, causal, visible) * dot_scale
         q, k, v, remap = self._mapped(q, k, v, params, where)
         terms = options | {
             "bias": bound_bias(self.scheme.bias, params, heads, gates),
-            "mask": all_of(masks.Causal() if causal else None, self.scheme.own_mask, mask),
+            "mask": all_of(masks.Causal() if causal else None, self.scheme.scheme_mask, mask),
             "sinks": sink_logits(self.scheme.sinks, params, heads, sinks),
-            "decay": self.scheme.maps.decay(where.head_dim),
+            "decay": self.scheme.feature_map_or_identity.decay(where.head_dim),
         }
         terms |= {"q_positions": where.q_positions, "kv_positions": where.kv_positions}
         terms |= {"placement": partition if where.placement.is_empty else where.placement}
         return self._finished(attention(q, k, v, scale=scale, remap=remap, **terms), params, at_q, where)
 
     def _scale(
-        self, q, params: Params, where: Where, causal: bool, visible
+        self, q, params: Params, where: TokenPositions, causal: bool, visible
     ) -> Float[Array, "*b queries heads"] | float:
         """``c_h(i)`` of all heads."""
         if self.scheme.scale is None:
             return 1.0
         at = where.placement.local(where.q_positions, q.shape[1])
-        visible = count_visible(where, at, causal, self.scheme.own_mask, visible)
+        visible = count_visible(where, at, causal, self.scheme.scheme_mask, visible)
         sizes = {"num_heads": where.placement.all_heads(q.shape[2])}
         return self.scheme.scale.factor(params.get("scale", {}), positions=as_array(at), visible=visible, **sizes)
 
-    def _mapped(self, q, k, v, params: Params, where: Where) -> tuple:
+    def _mapped(self, q, k, v, params: Params, where: TokenPositions) -> tuple:
         """Queries, keys, values and remapped branches for attention, from raw queries and stored keys and values."""
-        features = self.scheme.maps
+        features = self.scheme.feature_map_or_identity
         learned = params.get("features", {})
         rotated = self.caches == "rotated"
         at_q, at_k = where.queries(features, q), where.keys(features, k)
@@ -217,11 +219,11 @@ class SoftmaxAttention:
         k = k if rotated else features.key(learned, k, at_k, **where.sizes)
         return features.query(learned, q, at_q, **where.sizes), k, v, ()
 
-    def _finished(self, out, params: Params, at_q, where: Where):
+    def _finished(self, out, params: Params, at_q, where: TokenPositions):
         """The result of attention, with or without residuals, after the map of outputs."""
         if isinstance(out, tuple):
             return self._finished(out[0], params, at_q, where), out[1]
-        return self.scheme.maps.output(params.get("features", {}), out, at_q, **where.sizes)
+        return self.scheme.feature_map_or_identity.output(params.get("features", {}), out, at_q, **where.sizes)
 
     def empty(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int, dtype
@@ -232,7 +234,7 @@ class SoftmaxAttention:
         gated = self.scheme.reads_tokens
         first, slots = ring(self.scheme.kept_keys, capacity, chunk)
         return Cache(
-            k=jnp.zeros((batch, slots, num_kv_heads, self.scheme.maps.key_size(head_dim)), dtype),
+            k=jnp.zeros((batch, slots, num_kv_heads, self.scheme.feature_map_or_identity.key_size(head_dim)), dtype),
             v=jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype),
             positions=jnp.zeros((batch, slots), jnp.int32),
             ids=jnp.full((batch, slots), -1, jnp.int32),
@@ -242,14 +244,16 @@ class SoftmaxAttention:
             chunk=chunk,
         )
 
-    def step(self, projected, cache: Cache, params: Params, where: Where, new: NewTokens, options, partition) -> tuple:
+    def step(
+        self, projected, cache: Cache, params: Params, where: TokenPositions, new: NewTokens, options, partition
+    ) -> tuple:
         """Attention of new tokens over the cache, and the cache with the new tokens."""
         q, k, v = projected
         check(
             where.coordinates is None or self.caches == "rotated",
             f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
         )
-        stored = self.stored(params, k, v, where.keys(self.scheme.maps, k), **where.sizes)
+        stored = self.cache_entries(params, k, v, where.keys(self.scheme.feature_map_or_identity, k), **where.sizes)
         cache = cache.write(*stored, where.kv_positions, new.index, new.valid, new.gates)
         arguments = {
             "mask": masks.Segments(new.ids, cache.ids),
@@ -258,7 +262,7 @@ class SoftmaxAttention:
             "partition": partition,
         }
         where = where._replace(kv_positions=cache.positions)
-        return self.attend_stored(q, cache.k, cache.v, params, where, **arguments, **options), cache
+        return self.attend_cached(q, cache.k, cache.v, params, where, **arguments, **options), cache
 
 
 def bound_bias(bias: BiasSpec | None, params: Params, heads: int, gates: tuple[Array, Array] | None) -> Bias | None:
@@ -305,7 +309,11 @@ def check_no_slots(options: Mapping[str, Any]) -> None:
 
 
 def count_visible(
-    where: Where, q_positions: Positions, causal: bool, own: Mask | None, given: Int[Array, "*b queries"] | None
+    where: TokenPositions,
+    q_positions: Positions,
+    causal: bool,
+    own: Mask | None,
+    given: Int[Array, "*b queries"] | None,
 ) -> Int[Array, "*b queries"]:
     """How many keys each query sees, unchanged by a common shift of all positions.
 
@@ -338,13 +346,24 @@ class LinearAttention:
     caches: ClassVar[str] = "state"
 
     def attend(
-        self, q, k, v, params: Params, where: Where, *, causal=True, mask=None, visible=None, gates=None, **options
+        self,
+        q,
+        k,
+        v,
+        params: Params,
+        where: TokenPositions,
+        *,
+        causal=True,
+        mask=None,
+        visible=None,
+        gates=None,
+        **options,
     ):
         """One pass over whole sequences or segments; ``visible`` and ``gates`` are not used."""
         where.placement.check_scheme(self.scheme)
         check(
             mask is None or isinstance(mask, masks.Segments),
-            f"mask: linear attention sees whole documents, so only masks.Segments is supported, found {shown(mask)}",
+            f"mask: linear attention sees whole documents, so only masks.Segments is supported, found {describe(mask)}",
         )
         check_no_logits(**options)
         ids = None if mask is None else mask.q_ids
@@ -353,18 +372,18 @@ class LinearAttention:
         return out[0] if causal else out
 
     def step(
-        self, projected, cache: LinearState, params: Params, where: Where, new: NewTokens, options, partition
+        self, projected, cache: LinearState, params: Params, where: TokenPositions, new: NewTokens, options, partition
     ) -> tuple[Array, LinearState]:
         """Attention of new tokens over the state, and the state after them."""
         check_no_logits(**options)
         return self._run(partial(linear.chunked, state=cache), projected, params, where, new.ids)
 
-    def _run(self, form: Callable, projected, params: Params, where: Where, ids: Array | None):
+    def _run(self, form: Callable, projected, params: Params, where: TokenPositions, ids: Array | None):
         """The result of ``form``, one of the forms of ``posjax.linear``, on raw projections with segment ids."""
         q, k, v = projected if ids is None else without_padding(masks.Segments(ids), *projected)
         return form(v=v, segment_ids=ids, **self._features(q, k, params, where))
 
-    def _features(self, q, k, params: Params, where: Where) -> dict[str, Array | None]:
+    def _features(self, q, k, params: Params, where: TokenPositions) -> dict[str, Array | None]:
         """The arguments of a form, from raw queries and keys."""
         if self.scheme.norm is not None:
             q, k = self.scheme.norm.apply(params.get("norm", {}), q, k)

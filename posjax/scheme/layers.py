@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from posjax._checks import check, check_count, shown
+from posjax._checks import check, check_count, describe
 from posjax.scheme.registry import check_known
 from posjax.scheme.scheme import Scheme
 
@@ -13,7 +13,7 @@ MOST_LAYERS = 2**16
 def check_layers(num_layers: int) -> None:
     """Raises ValueError unless the number of layers is whole, above 0 and at most ``MOST_LAYERS``."""
     check_count("num_layers", num_layers)
-    check(num_layers <= MOST_LAYERS, f"num_layers must be at most {MOST_LAYERS}, found {shown(num_layers)}")
+    check(num_layers <= MOST_LAYERS, f"num_layers must be at most {MOST_LAYERS}, found {describe(num_layers)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Layers:
             check(bool(schemes) and repeats > 0, f"patterns: every period needs schemes and repeats, found {repeats}")
         check(self.count <= MOST_LAYERS, f"patterns: at most {MOST_LAYERS} layers are possible, found {self.count}")
         for scheme in self.kinds:
-            check(isinstance(scheme, Scheme), f"patterns: expected posjax.Scheme, found {shown(scheme)}")
+            check(isinstance(scheme, Scheme), f"patterns: expected posjax.Scheme, found {describe(scheme)}")
         for name in ("embedding", "training_positions"):
-            found = {getattr(scheme, name) for scheme in self.kinds}
-            check(len(found) == 1, f"patterns: all layers must name the same {name}, found {shown(found)}")
+            values = {getattr(scheme, name) for scheme in self.kinds}
+            check(len(values) == 1, f"patterns: all layers must name the same {name}, found {describe(values)}")
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -134,5 +134,5 @@ def uniform(scheme: Scheme | Layers, num_layers: int) -> Layers:
         check_layers(num_layers)
         return Layers((((scheme,), num_layers),))
     wanted = scheme.count == num_layers
-    check(wanted, f"scheme names {scheme.count} layers, but num_layers is {shown(num_layers)}")
+    check(wanted, f"scheme names {scheme.count} layers, but num_layers is {describe(num_layers)}")
     return scheme

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from posjax import absolute, bias, coca, linear, masks, norms, pope, remap, rotary, scales, sinks, training_positions
-from posjax._checks import check, check_counts, nearest, shown
+from posjax._checks import check, check_counts, describe, nearest
 from posjax._slots import Features
 
 
@@ -199,8 +199,8 @@ def build(what: str, make: Callable, options: Mapping[str, Any], also: tuple[str
         made = make(**{name: _as_tuple(value) for name, value in options.items()})
         hash(made)
     except TypeError as error:
-        found = ", ".join(f"{name}={shown(value)}" for name, value in options.items())
-        raise ValueError(f"{what}: {str(error).partition(') ')[2] or f'{error}, in {found}'}") from None
+        shown_options = ", ".join(f"{name}={describe(value)}" for name, value in options.items())
+        raise ValueError(f"{what}: {str(error).partition(') ')[2] or f'{error}, in {shown_options}'}") from None
     return made
 
 
@@ -216,4 +216,4 @@ def check_known(what: str, name: Any, known: Collection[str], listing: str = "")
     """Raises ValueError with the nearest known names unless ``name`` is one of them; see ``nearest``."""
     if isinstance(name, str) and name in known:
         return
-    raise ValueError(f"unknown {what} {shown(name)}{nearest(name, known, listing)}")
+    raise ValueError(f"unknown {what} {describe(name)}{nearest(name, known, listing)}")

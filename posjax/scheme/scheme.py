@@ -41,7 +41,7 @@ from posjax.scheme.executors import (
     NewTokens,
     Params,
     SoftmaxAttention,
-    Where,
+    TokenPositions,
     check_projections,
     check_rows,
     row_positions,
@@ -146,11 +146,11 @@ class Scheme(Choices):
 
     def query_size(self, head_dim: int) -> int:
         """Width of a head's query projection."""
-        return self.maps.query_size(head_dim)
+        return self.feature_map_or_identity.query_size(head_dim)
 
     def key_size(self, head_dim: int) -> int:
         """Width of a head's key projection."""
-        return self.maps.key_size(head_dim)
+        return self.feature_map_or_identity.key_size(head_dim)
 
     def prepare(
         self,
@@ -205,13 +205,13 @@ class Scheme(Choices):
             length: the current length, for schemes that read it; the number of keys when left out.
             placement: how the call is split over a mesh, as in ``attention``. Inside ``sharded.attend_on_mesh``,
                 ``params`` are those of all heads.
-            options: the other arguments of ``attend_stored``.
+            options: the other arguments of ``attend_cached``.
 
         Raises:
             ValueError: for a causal method in bidirectional attention, missing parameters, or shapes that do not fit.
             TypeError: for an unknown option.
         """
-        check_projections(q, k, v, self.maps.widths)
+        check_projections(q, k, v, self.feature_map_or_identity.widths)
         check_length(length)
         given = {"q_positions": q_positions, "kv_positions": kv_positions, "coordinates": coordinates, "length": length}
         if not isinstance(placement, Placement):
@@ -224,27 +224,27 @@ class Scheme(Choices):
         where = self._where(q, k, placement, **given)
         return self._executor.attend(q, k, v, params or {}, where, **options)
 
-    def _where(self, q, k, placement: Placement, *, q_positions, kv_positions, coordinates, length) -> Where:
+    def _where(self, q, k, placement: Placement, *, q_positions, kv_positions, coordinates, length) -> TokenPositions:
         """The positions of the tokens of a call, by default 0, 1, 2, ..."""
-        return Where(
+        return TokenPositions(
             placement,
             row_positions(placement, "q_positions", q_positions, q),
             row_positions(placement, "kv_positions", kv_positions, k),
             coordinates,
             placement.whole(k.shape[1]) if length is None else length,
-            self.maps.head_dim(k.shape[-1]),
+            self.feature_map_or_identity.head_dim(k.shape[-1]),
         )
 
-    def stored(self, params: Params, k, v, positions: Positions, *, length=None) -> tuple[Array, Array]:
+    def cache_entries(self, params: Params, k, v, positions: Positions, *, length=None) -> tuple[Array, Array]:
         """Keys and values for a cache, from raw projections: norm, and the maps that never change (``caches``).
 
         Raises:
             ValueError: for linear attention, which stores no keys.
         """
-        sizes = {"head_dim": self.maps.head_dim(k.shape[-1]), "length": length}
-        return self._softmax("stored").stored(params, k, v, positions, **sizes)
+        sizes = {"head_dim": self.feature_map_or_identity.head_dim(k.shape[-1]), "length": length}
+        return self._softmax("cache_entries").cache_entries(params, k, v, positions, **sizes)
 
-    def attend_stored(
+    def attend_cached(
         self,
         q: Float[Array, "batch queries heads query_size"],
         k: Float[Array, "batch keys kv_heads stored_size"],
@@ -259,7 +259,7 @@ class Scheme(Choices):
         placement: Placement | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
-        """``attend`` on the keys and values that ``stored`` returns, for caches.
+        """``attend`` on the keys and values that ``cache_entries`` returns, for caches.
 
         Args:
             q: raw query projections.
@@ -286,8 +286,8 @@ class Scheme(Choices):
             ValueError: as ``attend``, and for linear attention, which stores no keys.
         """
         placement = Placement() if placement is None else placement
-        where = Where(placement, q_positions, kv_positions, coordinates, length, head_dim)
-        return self._softmax("attend_stored").attend_stored(q, k, v, params, where, **options)
+        where = TokenPositions(placement, q_positions, kv_positions, coordinates, length, head_dim)
+        return self._softmax("attend_cached").attend_cached(q, k, v, params, where, **options)
 
     def init_cache(
         self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int = 1, dtype=None
@@ -349,12 +349,14 @@ class Scheme(Choices):
                 cache keeps its sharding.
             options: passed to ``attention``.
         """
-        check_projections(q, k, v, self.maps.widths)
+        check_projections(q, k, v, self.feature_map_or_identity.widths)
         check_rows(cache, q)
         check_length(length)
         valid = jnp.ones_like(index, bool) if valid is None else valid
         positions = index if positions is None else positions
-        where = Where(Placement(), positions, positions, coordinates, length, self.maps.head_dim(k.shape[-1]))
+        where = TokenPositions(
+            Placement(), positions, positions, coordinates, length, self.feature_map_or_identity.head_dim(k.shape[-1])
+        )
         specs = explicit_spec(q), jax.tree.map(explicit_spec, cache)
         step = partial(self._executor.step, partition=specs[0] if has_explicit(q) else placement)
         arguments = params or {}, where, NewTokens(index, valid, gates), options

@@ -22,7 +22,7 @@ from posjax._shapes import grouped
 from posjax.attention.api import finished
 from posjax.attention.call import Call, RemappedPair
 from posjax.attention.dense import dense
-from posjax.attention.logits import vary_alike
+from posjax.attention.logits import match_varying
 from posjax.attention.platform import computed, everywhere
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
@@ -372,7 +372,7 @@ def test_inside_shard_map_with_its_checks():
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(placed,), out_specs=P())
     def local(values):
-        found = call(case, lambda x: kernel(case)(vary_alike(x)), values, places(case))
+        found = call(case, lambda x: kernel(case)(match_varying(x)), values, places(case))
         return jax.lax.psum(loss_of(found), "data")
 
     found = jax.eval_shape(jax.grad(local), values)

@@ -28,7 +28,7 @@ CALLS = [
     ("share", lambda: diagnostics.receptive_field(ALIBI, 16, share=0)),
     ("share", lambda: diagnostics.receptive_field(ALIBI, 16, share=1.5)),
     ("layers", lambda: diagnostics.receptive_field(ALIBI, 16, layers=0)),
-    ("found", lambda: diagnostics.plot_anomaly(diagnostics.Anomaly(*np.zeros((6, 3, 2, 8))))),
+    ("anomaly", lambda: diagnostics.plot_anomaly(diagnostics.Anomaly(*np.zeros((6, 3, 2, 8))))),
     ("statistic", lambda: diagnostics.plot_anomaly(diagnostics.Anomaly(*np.zeros((6, 3, 8))), statistic="zones")),
 ]
 

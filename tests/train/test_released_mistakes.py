@@ -14,7 +14,7 @@ from train import cli
 from train.compare.compare import compare
 from train.config import parse
 from train.data.tokenizer import ends_of_text, load_tokenizer
-from train.evaluate.generate import Draws, tokens_after
+from train.evaluate.generate import SamplingOptions, tokens_after
 from train.loop.fit import fit
 from train.model.build import check_model
 
@@ -138,7 +138,7 @@ def test_a_chat_model_ends_its_turn_by_its_own_token(tiny, capsys):
     tokenizer = load_tokenizer(config.data)
     assert ends_of_text(config.data, tokenizer) == {tokenizer.eos}
     prompt = tokenizer.encode_all([b"The cat"])[0][:-1]
-    first = next(tokens_after(from_pretrained(tiny), prompt, Draws(tokens=8, temperature=0), {tokenizer.eos}))
+    first = next(tokens_after(from_pretrained(tiny), prompt, SamplingOptions(tokens=8, temperature=0), {tokenizer.eos}))
     edit(tiny / "config.json", eos_token_id=tokenizer.eos)
     (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.eos, first]}))
     assert ends_of_text(config.data, tokenizer) == {tokenizer.eos, first}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posjax import rotary
-from posjax._checks import shown
+from posjax._checks import describe
 from posjax.nn import DecoderConfig
 from posjax.nn.huggingface import read_config
 from posjax.nn.huggingface.family import reach
@@ -27,12 +27,12 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
           the key.
     """
     init = values["init"] if isinstance(values["init"], Mapping) else {"path": values["init"]}
-    check(isinstance(init.get("path"), str), f"init: expected a path, found {shown(init.get('path'))}")
+    check(isinstance(init.get("path"), str), f"init: expected a path, found {describe(init.get('path'))}")
     for key in init:
         if key not in ("path", "values"):
             raise unknown("init", key, ("path", "values"), "key")
     path, found = init["path"], init.get("values")
-    check(found is None or isinstance(found, Mapping), f"init.values: expected a config.json, found {shown(found)}")
+    check(found is None or isinstance(found, Mapping), f"init.values: expected a config.json, found {describe(found)}")
     found = found or read_values(path)
     shape = model_section(read_config(found))
     given, data = _section(values, "model"), {"special_tokens": "own", **_section(values, "data")}
@@ -40,7 +40,7 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         check(
             key in _HOW or key not in shape or _same(value, shape[key]),
-            f"model.{key}: {shown(value)} contradicts {path}, which has {shown(shape.get(key))}; leave it out",
+            f"model.{key}: {describe(value)} contradicts {path}, which has {describe(shape.get(key))}; leave it out",
         )
     data.setdefault("tokenizer", own_tokenizer(path))
     scheme = values.get("scheme", {})
@@ -103,7 +103,7 @@ def _is_list(value: Any) -> bool:
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = values.get(name) or {}
-    check(isinstance(found, Mapping), f"{name}: expected a section of keys, found {shown(found)}")
+    check(isinstance(found, Mapping), f"{name}: expected a section of keys, found {describe(found)}")
     return dict(found)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from posjax import nn
 from posjax._checks import check
 from posjax.attention.placement import Placement
-from posjax.training_positions import Drawn
+from posjax.training_positions import PositionSample
 from train.evaluate.mesh import computed, placement, split_cache, with_whole_head
 from train.evaluate.predictor import NOT_FINITE, Predictor, RowLayout, best
 from train.model.mesh import BATCH_AXES
@@ -84,13 +84,13 @@ def _check_reach(model: nn.Decoder, length: int) -> None:
     check(reach >= length or layers.training_positions is not None, f"the model has {reach} learned positions")
 
 
-def drawn_in_use(model: nn.Decoder, length: int, seed: int, rows: int) -> Drawn:
+def drawn_in_use(model: nn.Decoder, length: int, seed: int, rows: int) -> PositionSample:
     """The draws of the model's rule of positions for evaluation; empty without a rule."""
     rule = model.config.layers.training_positions
-    return Drawn() if rule is None else rule.evaluate(length, key=jax.random.key(seed), batch=rows)
+    return PositionSample() if rule is None else rule.evaluate(length, key=jax.random.key(seed), batch=rows)
 
 
-def _arguments_of(drawn: Drawn) -> dict[str, Array]:
+def _arguments_of(drawn: PositionSample) -> dict[str, Array]:
     """The draws of a rule of positions, as arguments of the model."""
     return {name: value for name, value in drawn._asdict().items() if value is not None}
 
@@ -99,7 +99,7 @@ Step = Callable[[Any, Any, Int[Array, "rows chunk"], Array], tuple[Float[Array, 
 """``step(parameters, cache, tokens, valid)`` gives logits and the cache extended by these tokens."""
 
 
-def decoding(graph: nnx.GraphDef, drawn: Drawn, total: int) -> Step:
+def decoding(graph: nnx.GraphDef, drawn: PositionSample, total: int) -> Step:
     """A step of decoding `total` tokens. The scheme sees `total` as the length, from the first token on."""
 
     def step(parameters, cache, tokens, valid):
@@ -178,7 +178,7 @@ def _greedy(
     return jax.lax.scan(write, (best(logits), cache), None, length=new)[1].T
 
 
-def _at(drawn: Drawn, index: Int[Array, "rows tokens"], total: int) -> dict[str, Array]:
+def _at(drawn: PositionSample, index: Int[Array, "rows tokens"], total: int) -> dict[str, Array]:
     """The values of a rule of positions for the tokens with these indices, in rows of `total` tokens."""
     found = _arguments_of(drawn)
     if "positions" in found:

@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
+from posjax.scheme.checks import check_reach
 
 from posjax import nn
 from posjax._checks import check
-from posjax.scheme.checks import check_reach
 from train.checkpoint.restore import config_of, entry_in_stage, restore
 from train.data.tokenizer import Tokenizer, ends_of_text, load_tokenizer
 from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
@@ -33,7 +33,7 @@ be slow."""
 
 
 @dataclass(frozen=True)
-class Draws:
+class SamplingOptions:
     """How the next token is chosen.
 
     Attributes:
@@ -75,7 +75,11 @@ def choose(
 
 
 def tokens_after(
-    model: nn.Decoder, prompt: Int[np.ndarray, "prompt"], sampling: Draws, ends: Set[int], mesh: Mesh | None = None
+    model: nn.Decoder,
+    prompt: Int[np.ndarray, "prompt"],
+    sampling: SamplingOptions,
+    ends: Set[int],
+    mesh: Mesh | None = None,
 ) -> Iterator[int]:
     """Yields the tokens after a prompt, until one of `ends` (see `ends_of_text`) or the maximal number.
 
@@ -118,7 +122,7 @@ def tokens_after(
 def generate(
     directory: str | Path,
     prompt: str,
-    sampling: Draws,
+    sampling: SamplingOptions,
     overrides: Sequence[str] = (),
     write: Callable[[str], object] | None = None,
 ) -> str:

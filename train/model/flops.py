@@ -101,7 +101,9 @@ def _score_size(scheme: Scheme, decoder: DecoderConfig) -> int:
     def phi(key):
         made = scheme.init(key, heads, size, num_kv_heads=decoder.num_kv_heads, model_dim=decoder.model_dim)
         q = jnp.zeros((1, few, heads, scheme.query_size(size)))
-        return scheme.maps.query(made.get("features", {}), q, Range(0, few), head_dim=size, length=few)
+        return scheme.feature_map_or_identity.query(
+            made.get("features", {}), q, Range(0, few), head_dim=size, length=few
+        )
 
     return jax.eval_shape(phi, jax.random.key(0)).shape[-1]
 
@@ -161,7 +163,7 @@ def _documents(segment_ids: np.ndarray) -> Counter[int]:
 
 def allowed(scheme: Scheme, causal: bool) -> Mask | None:
     """The scheme's mask, in addition to that of documents; None if it allows everything."""
-    return all_of(masks.Causal() if causal else None, scheme.own_mask)
+    return all_of(masks.Causal() if causal else None, scheme.scheme_mask)
 
 
 @cache

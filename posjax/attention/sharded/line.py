@@ -19,7 +19,7 @@ from posjax.positions import Positions, Range, as_array
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class SequenceSplit:
     """How a sequence is split along a mesh axis: over ``shards`` groups of ``width`` neighbouring devices.
 
     Groups of several devices hold their tokens in ascending order within every chunk of the layout over groups.
@@ -70,8 +70,8 @@ class Line:
         """The positions of piece ``n`` of group ``shard``, for a sequence with positions ``row``."""
         if self.chunks < self.groups.chunks:
             return row.start + jnp.concatenate([as_array(p) for p in self.groups.local(self.length, shard)])
-        found = self.groups.piece(self.length, shard, n)
-        return Range(row.start + found.start, found.length)
+        piece = self.groups.piece(self.length, shard, n)
+        return Range(row.start + piece.start, piece.length)
 
     def cut(self, n) -> Callable:
         """The function that cuts piece ``n`` out of an array."""

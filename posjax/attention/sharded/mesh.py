@@ -56,15 +56,18 @@ def split_of(q, k, v, partition: Partition | None) -> tuple[Mesh | AbstractMesh,
 
 def _mesh(q, k, v, partition: Partition | None) -> Mesh | AbstractMesh | None:
     """The mesh of a call."""
-    found = mesh_of(q, k, v)
+    of_arrays = mesh_of(q, k, v)
     if isinstance(partition, NamedSharding):
-        fits = found is None or dict(found.shape).items() <= dict(partition.mesh.shape).items()
+        fits = of_arrays is None or dict(of_arrays.shape).items() <= dict(partition.mesh.shape).items()
         check(
-            fits, f"placement: its mesh {dict(partition.mesh.shape)} is not that of the arrays, {found and found.shape}"
+            fits,
+            f"placement: its mesh {dict(partition.mesh.shape)} is not that of the arrays, "
+            f"{of_arrays and dict(of_arrays.shape)}",
         )
         return partition.mesh
-    check(partition is None or found is not None, "placement: found no mesh; give a NamedSharding or use jax.set_mesh")
-    return found
+    is_known = partition is None or of_arrays is not None
+    check(is_known, "placement: found no mesh; give a NamedSharding or use jax.set_mesh")
+    return of_arrays
 
 
 def _has_layout(mesh: Mesh | AbstractMesh, partition: Partition | None) -> bool:
@@ -190,8 +193,8 @@ def over_mesh(
 
 
 def _spec(placement: Placement, axes: Names) -> PartitionSpec:
-    found = {"batch": placement.batch or None, "heads": placement.heads} | dict.fromkeys(_TOKENS, placement.context)
-    return PartitionSpec(*(found.get(axis) for axis in axes))
+    split = {"batch": placement.batch or None, "heads": placement.heads} | dict.fromkeys(_TOKENS, placement.context)
+    return PartitionSpec(*(split.get(axis) for axis in axes))
 
 
 def _specs(placement: Placement, name: str, value: Any, sizes: Mapping[str, int]) -> Any:

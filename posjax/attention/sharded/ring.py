@@ -32,16 +32,16 @@ from posjax._numbers import is_number
 from posjax.attention.call import Call
 from posjax.attention.logits import (
     LANES,
-    like_zeros,
+    full_varying_like,
     merge_heads,
     no_gradient,
     split_heads,
+    split_symbolic_zeros,
     statistics_dtype,
-    taken_apart,
 )
 from posjax.attention.platform import Backends, add, backends_of_parts, merge, per_query_of
-from posjax.attention.rows import PerQuery, Rows, named
-from posjax.attention.sharded.line import Line
+from posjax.attention.rows import PerQuery, Rows, mark_for_checkpoint
+from posjax.attention.sharded.line import SequenceSplit
 from posjax.masks import block_bounds
 from posjax.positions import Range
 
@@ -52,11 +52,11 @@ _TOKENS = (-2, -1, -1, -1)
 class RingConfig(NamedTuple):
     """The static part: the split of the sequence, and the backends."""
 
-    line: Line
+    line: SequenceSplit
     backends: Backends
 
 
-def ring(line: Line, implementation: str | None, call: Call) -> Rows:
+def ring(line: SequenceSplit, implementation: str | None, call: Call) -> Rows:
     """The results of this group's queries over the keys of all groups.
 
     The leaves of the call vary over the same mesh axes.
@@ -198,7 +198,7 @@ class _Half:
         return _Half(config, step, sides, structure, [stored(*each) for each in zip(sides, leaves, strict=True)])
 
     @property
-    def line(self) -> Line:
+    def line(self) -> SequenceSplit:
         """The split of the sequence."""
         return self.config.line
 
@@ -246,9 +246,9 @@ class _Half:
         call = self.own
         dtype = statistics_dtype(call.q)
         rows = call.q.shape[:-1]
-        out = like_zeros((*rows, call.v.shape[-1]), dtype, call.q)
-        rest = like_zeros(rows, dtype, call.q)
-        nothing = like_zeros(rows, dtype, call.q, -jnp.inf)
+        out = full_varying_like((*rows, call.v.shape[-1]), dtype, call.q)
+        rest = full_varying_like(rows, dtype, call.q)
+        nothing = full_varying_like(rows, dtype, call.q, -jnp.inf)
         return Rows(self.outputs.packed(out), nothing, rest, nothing)
 
     def output(self, so_far: Rows) -> Rows:
@@ -270,8 +270,8 @@ class _Half:
                 results = merge(self.config.backends, part, rows)
                 return results._replace(out=outputs.packed(results.out))
 
-            found = self.unless_empty(leaves, (i, j), source, compute, rows)
-            return Rows(*map(partial(line.stored, i), so_far, found, _TOKENS))
+            merged = self.unless_empty(leaves, (i, j), source, compute, rows)
+            return Rows(*map(partial(line.stored, i), so_far, merged, _TOKENS))
 
         return _over_pairs(line, pair, so_far)
 
@@ -296,14 +296,14 @@ class _Half:
                     wanted, [side.unpacked(array) for side, array in zip(sides, pieces, strict=True)], part.run
                 )
                 of_rows = rows._replace(d_out=outputs.unpacked(rows.d_out))
-                found = jax.tree.leaves(add(self.config.backends, part, of_rows, so_far))
-                return [side.packed(array) for side, array in zip(sides, found, strict=True)]
+                more = jax.tree.leaves(add(self.config.backends, part, of_rows, so_far))
+                return [side.packed(array) for side, array in zip(sides, more, strict=True)]
 
-            found = self.unless_empty(leaves, (i, j), source, compute, pieces)
-            return [_stored(line, side, (i, j), *both) for side, *both in zip(sides, sums, found, strict=True)]
+            more = self.unless_empty(leaves, (i, j), source, compute, pieces)
+            return [_stored(line, side, (i, j), *both) for side, *both in zip(sides, sums, more, strict=True)]
 
-        found = _over_pairs(line, pair, [next(d_keys if side.of_keys else d_own) for side in sides])
-        both = list(zip(sides, found, strict=True))
+        sums = _over_pairs(line, pair, [next(d_keys if side.of_keys else d_own) for side in sides])
+        both = list(zip(sides, sums, strict=True))
         return [array for side, array in both if side.of_keys], [array for side, array in both if not side.of_keys]
 
     def unless_empty(self, leaves: list, at: tuple, source, compute: Callable, so_far):
@@ -340,15 +340,15 @@ class _Half:
         """Initial sums of gradients."""
         chosen = zip(self.leaves, self.sides, wanted, strict=True)
         leaves = [leaf for leaf, side, want in chosen if want and side.of_keys == of_keys]
-        return [like_zeros(leaf.shape, statistics_dtype(leaf), leaf) for leaf in leaves]
+        return [full_varying_like(leaf.shape, statistics_dtype(leaf), leaf) for leaf in leaves]
 
 
-def _piece(line: Line, side: _Side, at: tuple, array):
+def _piece(line: SequenceSplit, side: _Side, at: tuple, array):
     """The piece of an array for a query piece and a key piece; the whole array if it has no axis of tokens."""
     return array if side.axis is None else line.cut(at[side.of_keys])(array, side.axis)
 
 
-def _stored(line: Line, side: _Side, at: tuple, whole, piece):
+def _stored(line: SequenceSplit, side: _Side, at: tuple, whole, piece):
     """The array with a piece replaced."""
     return piece if side.axis is None else line.stored(at[side.of_keys], whole, piece, side.axis)
 
@@ -362,7 +362,7 @@ def _any_pair(call: Call):
     return bool(some.any()) if isinstance(some, np.ndarray) else some.any()
 
 
-def _over_pairs(line: Line, function: Callable, carry):
+def _over_pairs(line: SequenceSplit, function: Callable, carry):
     """Folds ``function(i, j, carry)`` over all pairs of a query piece and a key piece."""
     if line.chunks == 1:
         return function(0, 0, carry)
@@ -381,11 +381,11 @@ class _Saved:
 
 
 def _ring_forward(config: RingConfig, calls):
-    taken = [taken_apart(call) for call in calls]
+    taken = [split_symbolic_zeros(call) for call in calls]
     calls = tuple(call for call, _ in taken)
     wanted = tuple(_differentiable(*each) for each in taken)
     # Not ``_ring``: forward over reverse needs forward mode, which ``_ring`` lacks and ``_attended`` has.
-    rows = tuple(map(named, _attended(config, calls)))
+    rows = tuple(map(mark_for_checkpoint, _attended(config, calls)))
     return rows, _Saved(calls, rows, wanted)
 
 
@@ -439,7 +439,9 @@ def _shares(
 
 def _per_query(config: RingConfig, half: _Half, rows: Rows, cotangents: Rows) -> PerQuery:
     """The input of the backward pass for each query, with packed gradients of outputs."""
-    materialized = [like_zeros(c.shape, c.dtype, rows.out) if isinstance(c, SymbolicZero) else c for c in cotangents]
+    materialized = [
+        full_varying_like(c.shape, c.dtype, rows.out) if isinstance(c, SymbolicZero) else c for c in cotangents
+    ]
     unpacked = [each._replace(out=half.outputs.unpacked(each.out)) for each in (rows, Rows(*materialized))]
     per_query = per_query_of(config.backends, half.own, *unpacked)
     return per_query._replace(d_out=half.outputs.packed(per_query.d_out))

@@ -19,7 +19,7 @@ from posjax.attention.logits import flat_heads
 from posjax.attention.placement import Placement, Sizes, copies
 from posjax.attention.platform import attend, needs_ranges
 from posjax.attention.rows import Rows
-from posjax.attention.sharded.line import Line, join, keep, taken
+from posjax.attention.sharded.line import SequenceSplit, join, keep, taken
 from posjax.attention.sharded.ring import ring
 from posjax.bias import ContextualBias
 from posjax.masks import Mask, hides_ahead
@@ -36,13 +36,13 @@ def spread(placement: Placement, call: Call, implementation: str | None, with_ls
     run = partial(attend, implementation, with_lse=with_lse)
     if shards == 1:
         # One device may still hold a sequence in the layout for several devices.
-        line = Line(None, 1, 1, placement.layout, length)
+        line = SequenceSplit(None, 1, 1, placement.layout, length)
         return ulysses(line, call, run) if placement.layout.reorders else run(call)
     layout = placement.layout_over(shards)
     layout.check(length)
     sizes = _sizes(call, placement, length)
     strategy = placement.chosen(sizes)
-    line = Line(placement.context, shards, 1, layout, length)
+    line = SequenceSplit(placement.context, shards, 1, layout, length)
     if strategy == "all-gather":
         return _by_pieces(line, gathered(line, call), run)
     if strategy == "neighbour":
@@ -50,11 +50,11 @@ def spread(placement: Placement, call: Call, implementation: str | None, with_ls
     if strategy == "ring":
         return ring(_joined(line, call), implementation, call)
     width = shards if strategy == "ulysses" else placement.ulysses
-    line = _joined(Line(placement.context, shards // width, width, layout, length), call)
+    line = _joined(SequenceSplit(placement.context, shards // width, width, layout, length), call)
     return ulysses(line, call, run if line.shards == 1 else partial(ring, line, implementation))
 
 
-def _joined(line: Line, call: Call) -> Line:
+def _joined(line: SequenceSplit, call: Call) -> SequenceSplit:
     """The line, with both runs of a zigzag in one call for every step of a ring, if backends support that.
 
     A run must be a multiple of the smallest tile.
@@ -82,14 +82,14 @@ def _sizes(call: Call, placement: Placement, length: int) -> Sizes:
     )
 
 
-def _by_pieces(line: Line, call: Call, run: Callable) -> Rows:
+def _by_pieces(line: SequenceSplit, call: Call, run: Callable) -> Rows:
     """The results of ``run`` for one query piece after the other, over all keys: the positions of each are a range."""
     if not isinstance(call.q_positions, Range):
         return run(call)
     return join([run(line.queries(call, n)) for n in range(line.chunks)])
 
 
-def gathered(line: Line, call: Call) -> Call:
+def gathered(line: SequenceSplit, call: Call) -> Call:
     """The call with the keys of the whole sequence in their original order; its transpose scatters their gradients."""
 
     def gather(array, axis):
@@ -99,7 +99,7 @@ def gathered(line: Line, call: Call) -> Call:
     return map_tokens(call, keep, gather)
 
 
-def ulysses(line: Line, call: Call, run: Callable) -> Rows:
+def ulysses(line: SequenceSplit, call: Call, run: Callable) -> Rows:
     """The results of ``run`` on all tokens of a group of devices, in ascending order, for an equal share of the heads.
 
     The results are sent back to the devices of their tokens. Key heads are repeated if the devices of a group do not
@@ -115,7 +115,7 @@ def ulysses(line: Line, call: Call, run: Callable) -> Rows:
 class _Exchange:
     """The exchange between the devices of a group of ``line``."""
 
-    line: Line
+    line: SequenceSplit
 
     @property
     def groups(self) -> list[list[int]]:
@@ -173,7 +173,7 @@ def _regrouped(array, kv_heads: int):
     return array.reshape(array.shape[0], kv_heads, -1, *array.shape[2:])
 
 
-def neighbour(line: Line, call: Call, window: int, run: Callable) -> Rows:
+def neighbour(line: SequenceSplit, call: Call, window: int, run: Callable) -> Rows:
     """The results of ``run`` on every query chunk, over the chunk's own keys and the keys next to them.
 
     The keys next to them are the ``window - 1`` before and, unless the mask hides keys ahead, as many after.
@@ -205,7 +205,7 @@ class _Inside(Mask):
 class _Edges:
     """Extends chunks by the last ``before`` tokens of the previous chunk and the first ``after`` tokens of the next."""
 
-    line: Line
+    line: SequenceSplit
     before: int
     after: int
 

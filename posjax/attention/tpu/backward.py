@@ -85,7 +85,7 @@ def backward(
     is_final = arrays.dq is None
     of_keys = [shape(a.shape, a.dtype if so_far is None else jnp.float32) for a in (x.k, x.v)]
     sizes = {"k": config.size, "v": config.value_size, "dk": config.size, "dv": config.value_size}
-    found = pl.pallas_call(
+    gradients = pl.pallas_call(
         partial(_kernel, config, len(sums)),
         grid=(x.k.shape[0], config.kv_heads, config.tilings[1].rows),
         in_specs=list(specs(arrays, 1, block, **sizes)),
@@ -109,10 +109,10 @@ def backward(
         interpret=config.interpret,
         name="posjax_attention_backward",
     )(*arrays)
-    dq = found[0]
+    dq = gradients[0]
     if so_far is None and not is_final:
         dq = (dq * (LN2 * config.factor)).astype(x.q.dtype)
-    return KernelGradients(dq, *found[1:3], tuple(found[3 : 3 + len(sums)]))
+    return KernelGradients(dq, *gradients[1:3], tuple(gradients[3 : 3 + len(sums)]))
 
 
 def _kernel(config: KernelConfig, sums_of_bias: int, *refs):
@@ -257,10 +257,10 @@ def _weights(row: KeyRow, tile: Tile, first: int, level, scores, seen, d_out) ->
 
 def _chosen(scores: list, remapped_masks: tuple):
     """The scores of each pair of tokens, from the features of its branch."""
-    found = scores[0]
+    chosen = scores[0]
     for other, remapped in zip(scores[1:], remapped_masks, strict=True):
-        found = jnp.where(remapped, other, found)
-    return found
+        chosen = jnp.where(remapped, other, chosen)
+    return chosen
 
 
 def _d_scores_of_pair(d_scores, remapped_masks: tuple, n: int):

@@ -90,7 +90,7 @@ class KernelBias:
         """The sums of the backward kernel, ``row.d_bias``; zero before the first row of tiles of a head."""
         return []
 
-    def gradients(self, x: Inputs, found: tuple, d_lse) -> dict:
+    def gradients(self, x: Inputs, sums: tuple, d_lse) -> dict:
         """Gradients of ``numbers`` from these sums, in base 2, and from the gradient of the log-sum-exp."""
         return {}
 
@@ -269,8 +269,8 @@ class LinearInKey(_DifferenceOfTokens):
     def outputs(self, group, keys):
         return [BiasSum((group, 1, LANES))]
 
-    def gradients(self, x, found, d_lse):
-        return {"slopes": found[0].sum((0, 3, 4)).reshape(-1) * LN2}
+    def gradients(self, x, sums, d_lse):
+        return {"slopes": sums[0].sum((0, 3, 4)).reshape(-1) * LN2}
 
     def times(self, row, differences):
         return row.x.bias.scalars[row.head] * differences.astype(jnp.float32)
@@ -290,8 +290,8 @@ class LinearInKey(_DifferenceOfTokens):
         row.d_bias[0][row.group_head] += reduce(jnp.add, _slabs(of_queries))
 
     def finish_head(self, row):
-        found = jnp.sum(row.sums.d_bias[...] * self._keys_ahead(row), axis=0, keepdims=True)
-        row.d_bias[0][row.group_head] -= found
+        from_keys = jnp.sum(row.sums.d_bias[...] * self._keys_ahead(row), axis=0, keepdims=True)
+        row.d_bias[0][row.group_head] -= from_keys
 
     def _keys_ahead(self, row: TileRow):
         """Distance of the keys from the first one of their block, a float32 column."""
@@ -324,8 +324,8 @@ class Gates(_DifferenceOfTokens):
         return x.bias["qk"[side]][..., ::step]
 
     def arrays(self, config, x, side):
-        found = super().arrays(config, x, side)
-        return found._replace(copied=x.bias["k"]) if side == 0 else found._replace(outer=x.bias["k"])
+        arrays = super().arrays(config, x, side)
+        return arrays._replace(copied=x.bias["k"]) if side == 0 else arrays._replace(outer=x.bias["k"])
 
     def scratch(self, config, side):
         copied = pltpu.VMEM((2, 1, config.tilings[0].blocks.k), jnp.float32) if side == 0 else None
@@ -334,9 +334,9 @@ class Gates(_DifferenceOfTokens):
     def outputs(self, group, keys):
         return [BiasSum((group, 1, keys), of_keys=True)]
 
-    def gradients(self, x, found, d_lse):
+    def gradients(self, x, sums, d_lse):
         """A number added to all logits of a query changes the log-sum-exp, not the weights."""
-        return {"q": d_lse[:, :, None], "k": found[0].reshape(x.bias["k"].shape) * LN2}
+        return {"q": d_lse[:, :, None], "k": sums[0].reshape(x.bias["k"].shape) * LN2}
 
     def part_of(self, row, tile):
         return row.batch, row.head, slice(None), row.tokens(tile)
@@ -393,8 +393,8 @@ class ByDistance(KernelBias):
         keys = x.k.shape[2]
 
         def values(distances):
-            found = x.bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0]
-            return _in_base_2(jnp.broadcast_to(found.astype(jnp.float32), (heads, len(distances))))
+            biases = x.bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0]
+            return _in_base_2(jnp.broadcast_to(biases.astype(jnp.float32), (heads, len(distances))))
 
         distances = ahead + np.arange(queries + keys) - keys
         edge = self.constant_from or 0
@@ -426,8 +426,8 @@ class ByDistance(KernelBias):
     def outputs(self, group, keys):
         return [BiasSum((group, self.band[1] - self.band[0], SUBLANES, LANES)), BiasSum((group, 2, LANES))]
 
-    def gradients(self, x, found, d_lse):
-        skewed, edges = (a.sum(0).reshape(-1, *a.shape[3:]) * LN2 for a in found)
+    def gradients(self, x, sums, d_lse):
+        skewed, edges = (a.sum(0).reshape(-1, *a.shape[3:]) * LN2 for a in sums)
         values = terms.unskewed(skewed, skewed.shape[1] * LANES)
         before = self.band[0] * LANES
         after = x.bias["values"].shape[1] - before - values.shape[1]

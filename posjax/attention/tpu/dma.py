@@ -132,14 +132,14 @@ def specs(arrays: KernelArrays, side: int, block: int, **sizes: int) -> KernelAr
     def outer_spec(array):
         return block_spec(array.shape, -1, block)
 
-    found = jax.tree.map(lambda _: anywhere, arrays)
-    numbers = list(found.numbers)
+    default_specs = jax.tree.map(lambda _: anywhere, arrays)
+    numbers = list(default_specs.numbers)
     numbers[side] = jax.tree.map(outer_spec, arrays.numbers[side])
-    return found._replace(
+    return default_specs._replace(
         visits=jax.tree.map(visit_spec, arrays.visits),
         starts=scalar_memory,
         numbers=tuple(numbers),
-        bias=found.bias._replace(
+        bias=default_specs.bias._replace(
             scalars=jax.tree.map(lambda _: scalar_memory, arrays.bias.scalars),
             origins=tuple(block_spec(table.shape, memory_space=pltpu.SMEM) for table in arrays.bias.origins),
             outer=jax.tree.map(outer_spec, arrays.bias.outer),
@@ -232,13 +232,13 @@ class TileRow:
     def copies(self, tile, slot) -> list:
         """All copies of a tile, without features."""
         tokens = self.tokens(tile)
-        found = self.own_copies(tile, slot)
+        endpoints = self.own_copies(tile, slot)
         for source, target in zip(self.x.numbers[1 - self.side], self.buffers.numbers, strict=True):
-            found.append((source.at[at(self.batch, source.shape[0]), 0, :, tokens], target.at[slot]))
+            endpoints.append((source.at[at(self.batch, source.shape[0]), 0, :, tokens], target.at[slot]))
         if self.buffers.bias is not None:
             source = self.x.bias.copied.at[self.config.bias.part_of(self, tile)]
-            found.append((source, self.buffers.bias.at[slot]))
-        return [pltpu.make_async_copy(*pair, self.arrived.at[n, slot]) for n, pair in enumerate(found)]
+            endpoints.append((source, self.buffers.bias.at[slot]))
+        return [pltpu.make_async_copy(*pair, self.arrived.at[n, slot]) for n, pair in enumerate(endpoints)]
 
 
 def for_pairs(pairs: int, choice, then: Callable) -> None:

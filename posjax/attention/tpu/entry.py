@@ -95,8 +95,8 @@ def row_sums(a, b, dtype, interpret=False):
     heads = a.shape[1:3]
     queries = a.shape[3]
     arrays = (merge_heads(lengthen(array, -queries % LANES, axis=3)) for array in (a, b))
-    found = sequential_vmap(partial(row_sums_of_heads, math.prod(heads), interpret=interpret))(*arrays)
-    return found.reshape(-1, *heads, found.shape[-1])[..., :queries]
+    sums = sequential_vmap(partial(row_sums_of_heads, math.prod(heads), interpret=interpret))(*arrays)
+    return sums.reshape(-1, *heads, sums.shape[-1])[..., :queries]
 
 
 def gradients(x: Call, options: Options, per_query: PerQuery, *, of_bias: bool = True) -> Call:
@@ -112,8 +112,8 @@ def gradients(x: Call, options: Options, per_query: PerQuery, *, of_bias: bool =
         ValueError: for calls that the kernels do not support, with the reason.
     """
     inputs, transpose, config = _transposable(x, options, running=False)
-    found, bias = _gradients(config, inputs, per_query, None, of_bias)
-    return transpose(bias._replace(q=found.q, k=found.k, v=found.v))[0]
+    kernel_gradients, bias = _gradients(config, inputs, per_query, None, of_bias)
+    return transpose(bias._replace(q=kernel_gradients.q, k=kernel_gradients.k, v=kernel_gradients.v))[0]
 
 
 def add_gradients(
@@ -133,8 +133,8 @@ def add_gradients(
     """
     inputs, transpose, config = _transposable(x, options, running=True)
     q, k, v = (merge_heads(lengthen(a, b.shape[-2] - a.shape[-2], -2)) for a, b in zip(so_far, inputs[:3], strict=True))
-    found, bias = _gradients(config, inputs, per_query, (q[:, :, None], k[:, :, None], v), of_bias)
-    sums = found.q[:, :, 0], found.k[:, :, 0], found.v
+    kernel_gradients, bias = _gradients(config, inputs, per_query, (q[:, :, None], k[:, :, None], v), of_bias)
+    sums = kernel_gradients.q[:, :, 0], kernel_gradients.k[:, :, 0], kernel_gradients.v
     sums = (split_heads(a, b.shape[1:-2])[..., : b.shape[-2], :] for a, b in zip(sums, so_far, strict=True))
     return tuple(sums), transpose(bias)[0]
 
@@ -146,10 +146,10 @@ def _gradients(config: KernelConfig, x: Inputs, per_query: PerQuery, so_far: tup
     constant = config.bias.of_queries(config, x, 1)
     lse = lse if constant is None else lse - constant
     kernel_per_query = PerQuery(merge_heads(d_out), lse[:, :, None], correction[:, :, None])
-    found = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, kernel_per_query, so_far)
+    kernel_gradients = sequential_vmap(partial(backward, config, of_bias=of_bias))(x, kernel_per_query, so_far)
     zeros = jax.tree.map(no_gradient, x)
-    bias = config.bias.gradients(x, found.bias, d_lse / LOG2E) if of_bias else {}
-    return found, zeros._replace(bias=zeros.bias | bias)
+    bias = config.bias.gradients(x, kernel_gradients.bias, d_lse / LOG2E) if of_bias else {}
+    return kernel_gradients, zeros._replace(bias=zeros.bias | bias)
 
 
 def _transposable(x: Call, options: Options, running: bool) -> tuple[Inputs, Callable, KernelConfig]:
@@ -298,8 +298,10 @@ def _bound(x: Call, k, most):
     sums = np.kron(np.eye(side_by_side), np.ones((x.k.shape[-1], 1)))
     # Without the barrier XLA would compute them in another layout, and copy them.
     squares = jnp.square(jax.lax.optimization_barrier(k).astype(jnp.float32)).astype(k.dtype)
-    found = jnp.einsum("bhpnc,cm->bhmpn", squares, sums.astype(k.dtype), preferred_element_type=jnp.float32).max(-1)
-    longest = jnp.sqrt(found.reshape(x.k.shape[0], x.k.shape[1], -1))
+    longest_squared = jnp.einsum(
+        "bhpnc,cm->bhmpn", squares, sums.astype(k.dtype), preferred_element_type=jnp.float32
+    ).max(-1)
+    longest = jnp.sqrt(longest_squared.reshape(x.k.shape[0], x.k.shape[1], -1))
     of_heads = jnp.repeat(longest, x.q.shape[2], axis=1)
     most = jnp.broadcast_to(most[:, None], (*of_heads.shape[:2], 1))
     return jax.lax.stop_gradient(jnp.concatenate([of_heads, most], -1))[:, :, None]

@@ -284,14 +284,14 @@ def _logits(row: QueryRow, tile: Tile, first: int, level):
     keys = pl.ds(first, part)
     shape = (queries, part)
     q = row.x.q if row.sums.q is None else row.sums.q
-    found = [product(q[n], row.buffers.k[tile.slot, m, keys, :], (1, 1)) for m, n in enumerate(kind.pairs)]
-    logits = found[0]
+    scores = [product(q[n], row.buffers.k[tile.slot, m, keys, :], (1, 1)) for m, n in enumerate(kind.pairs)]
+    logits = scores[0]
     seen = None
-    if kind.masked or len(found) > 1:
+    if kind.masked or len(scores) > 1:
         seen, remapped_masks = config.pattern.on(
-            *row.axes(tile, first), shape, masked=kind.masked, remap=len(found) > 1
+            *row.axes(tile, first), shape, masked=kind.masked, remap=len(scores) > 1
         )
-        for other, remapped in zip(found[1:], remapped_masks, strict=True):
+        for other, remapped in zip(scores[1:], remapped_masks, strict=True):
             logits = jnp.where(remapped, other, logits)
     logits = config.bias.add(row, tile, first, logits)
     if level is not None:

@@ -85,11 +85,11 @@ def columns(rows: list):
 
 def pieces(x) -> list:
     """``PIECES`` bfloat16 numbers, as float32, whose sum is ``x``."""
-    found = []
+    summands = []
     for _ in range(PIECES):
-        found.append(x.astype(jnp.bfloat16).astype(jnp.float32))
-        x = x - found[-1]
-    return found
+        summands.append(x.astype(jnp.bfloat16).astype(jnp.float32))
+        x = x - summands[-1]
+    return summands
 
 
 def row(column):

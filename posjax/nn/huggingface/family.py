@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from posjax import masks, rotary
-from posjax._checks import check, check_choice, shown
-from posjax._slots import is_own_class
+from posjax._checks import check, check_choice, describe
+from posjax._slots import is_custom_class
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm
@@ -68,10 +68,10 @@ class Family:
 
     def read_basics(self, values: Values) -> dict[str, Any]:
         """The fields that all families read in the same way."""
-        found = {"norm": dataclasses.replace(self.norm, eps=values[self.eps]), "embedding_scale": 1.0}
+        fields = {"norm": dataclasses.replace(self.norm, eps=values[self.eps]), "embedding_scale": 1.0}
         if self.activation:
-            found["activation"] = chosen(self.activation, values[self.activation], self.activations)
-        return found
+            fields["activation"] = chosen(self.activation, values[self.activation], self.activations)
+        return fields
 
     def write_basics(self, config: DecoderConfig) -> dict[str, Any]:
         """The inverse of ``read_basics``: its keys of ``config.json``."""
@@ -137,20 +137,22 @@ def layer_types(values: Values, period: Sequence[str] = (FULL,)) -> list[str]:
 def rope_rule(values: Values) -> Any:
     """The frequency rule of all layers, or ``{layer_type: rule}``, as ``from_hf`` reads it, without a head size."""
     try:
-        found = rotary.from_hf(values)
+        rules = rotary.from_hf(values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"config.json: rope_parameters: {error}") from None
-    if isinstance(found, FrequencyRule):
-        return dataclasses.replace(found, head_dim=None)
-    return {kind: rule and dataclasses.replace(rule, head_dim=None) for kind, rule in found.items()}
+    if isinstance(rules, FrequencyRule):
+        return dataclasses.replace(rules, head_dim=None)
+    return {kind: rule and dataclasses.replace(rule, head_dim=None) for kind, rule in rules.items()}
 
 
 def window_size(values: Values) -> int:
     """``sliding_window`` of ``config.json``; raises ValueError unless it is a whole number above 0."""
-    found = values.get("sliding_window")
-    fits = type(found) is int and found > 0
-    check(fits, f"config.json: sliding_window must be a whole number above 0 for sliding layers, found {shown(found)}")
-    return found
+    window = values.get("sliding_window")
+    fits = type(window) is int and window > 0
+    check(
+        fits, f"config.json: sliding_window must be a whole number above 0 for sliding layers, found {describe(window)}"
+    )
+    return window
 
 
 def rope_scheme(values: Values, rule: FrequencyRule | None, kind: str, pairing: str = "half", **slots: Any) -> Scheme:
@@ -179,20 +181,20 @@ _WRITABLE = (
 
 def window_of(config: DecoderConfig) -> int | None:
     """The window of the sliding layers. Raises ValueError for a mask that is not a window."""
-    found = {scheme.mask for scheme in config.layers.kinds} - {None}
-    for mask in found:
-        check(isinstance(mask, masks.Window), f"scheme: config.json cannot store mask {shown(mask)}, only a window")
-    check(len(found) < 2, f"scheme: config.json has one window for all layers, found {shown(found)}")
-    return next((mask.size for mask in found), None)
+    layer_masks = {scheme.mask for scheme in config.layers.kinds} - {None}
+    for mask in layer_masks:
+        check(isinstance(mask, masks.Window), f"scheme: config.json cannot store mask {describe(mask)}, only a window")
+    check(len(layer_masks) < 2, f"scheme: config.json has one window for all layers, found {describe(layer_masks)}")
+    return next((mask.size for mask in layer_masks), None)
 
 
 def rule_of(config: DecoderConfig, kind: str | None = None) -> FrequencyRule | None:
     """The frequency rule of the layers of type ``kind``, or of the first layer that rotates; None if none rotates."""
     pairs = zip(types_of(config), config.layers.schemes, strict=True)
-    found = [scheme.features for layer, scheme in pairs if scheme.rotates and kind in (None, layer)]
-    wrong = [features for features in found if type(features) is not Rotary]
-    check(not wrong, f"scheme: config.json cannot store {shown(wrong[0]) if wrong else None}. {_WRITABLE}")
-    return _with_size(found[0].frequencies, config) if found else None
+    rotations = [scheme.features for layer, scheme in pairs if scheme.rotates and kind in (None, layer)]
+    wrong = [features for features in rotations if type(features) is not Rotary]
+    check(not wrong, f"scheme: config.json cannot store {describe(wrong[0]) if wrong else None}. {_WRITABLE}")
+    return _with_size(rotations[0].frequencies, config) if rotations else None
 
 
 def _with_size(rule: FrequencyRule, config: DecoderConfig) -> FrequencyRule:
@@ -205,8 +207,8 @@ def rope_values(config: DecoderConfig) -> dict[str, Any]:
     rule = rule_of(config)
     if rule is None:
         return length_value(config)
-    found = rule.to_hf()
-    return length_value(config) | {"rope_parameters": found, "rope_theta": found["rope_theta"]}
+    rope_parameters = rule.to_hf()
+    return length_value(config) | {"rope_parameters": rope_parameters, "rope_theta": rope_parameters["rope_theta"]}
 
 
 def length_value(config: DecoderConfig) -> dict[str, int]:
@@ -244,10 +246,10 @@ def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> N
         if field.name in _NOT_COMPARED:
             continue
         ours, theirs = (_comparable(field.name, c) for c in (config, again))
-        found, wanted = _difference(ours, theirs)
+        our_words, wanted = _difference(ours, theirs)
         check(
             ours == theirs,
-            f"{field.name}: the layout of {family.model_type} cannot store {found}, only {wanted}"
+            f"{field.name}: the layout of {family.model_type} cannot store {our_words}, only {wanted}"
             f"{f'. {_WRITABLE}' if field.name == 'scheme' else ''}",
         )
 
@@ -279,7 +281,10 @@ def _rotate_alike(rule: FrequencyRule, other: FrequencyRule, size: int) -> bool:
 
     False for classes from outside the library, which may do more than their frequencies.
     """
-    if is_own_class(type(rule)) or (rule.table_factor, rule.softmax_scale) != (other.table_factor, other.softmax_scale):
+    if is_custom_class(type(rule)) or (rule.table_factor, rule.softmax_scale) != (
+        other.table_factor,
+        other.softmax_scale,
+    ):
         return False
     return np.allclose(*(each.inverse_frequencies(size) for each in (rule, other)), rtol=1e-12, atol=0)
 
@@ -290,6 +295,6 @@ def _difference(ours: Any, theirs: Any) -> tuple[str, str]:
         slots = [slot.name for slot in dataclasses.fields(Scheme)]
         slots = [name for name in slots if getattr(pair[0], name) != getattr(pair[1], name)]
         if slots:
-            one, other = (", ".join(f"{name} {shown(getattr(scheme, name))}" for name in slots) for scheme in pair)
+            one, other = (", ".join(f"{name} {describe(getattr(scheme, name))}" for name in slots) for scheme in pair)
             return one, other
-    return shown(ours), shown(theirs)
+    return describe(ours), describe(theirs)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._checks import POINTER, check, check_no_pointer, shown
+from posjax._checks import POINTER, check, check_no_pointer, describe
 
 SUFFIX = ".safetensors"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -64,9 +64,9 @@ class TensorFolder:
     def __init__(self, path: str | Path):
         self._files, self._root = open_location(path)
         with reaching(path):
-            found = names_in(self._files, self._root)
-        self._check_found(found)
-        files, file_of = self._wanted(found)
+            names = names_in(self._files, self._root)
+        self._check_found(names)
+        files, file_of = self._wanted(names)
         headers = [self._read_header(file) for file in files]
         self.entries = self._merged([entries for entries, _ in headers], file_of)
         for _, aliases in headers:
@@ -110,7 +110,7 @@ class TensorFolder:
         file_of = {name: str(file) for name, file in file_of.items()}
         wanted = sorted(set(file_of.values()))
         lost = [name for name in wanted if name not in names]
-        check(not lost, f"{self._root}: {INDEX} names {shown(lost[0] if lost else None)}, which does not exist")
+        check(not lost, f"{self._root}: {INDEX} names {describe(lost[0] if lost else None)}, which does not exist")
         return wanted, file_of
 
     def _merged(self, headers: Sequence[Mapping[str, Entry]], file_of: Mapping[str, str]) -> dict[str, Entry]:
@@ -154,18 +154,20 @@ def _header(content: bytes, path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from None
     except KeyError as error:
         raise ValueError(f"{path} is broken: its header has {error} twice") from None
-    check(isinstance(header, dict), f"{path} is not a safetensors file: its header is {shown(header)}, not an object")
+    check(
+        isinstance(header, dict), f"{path} is not a safetensors file: its header is {describe(header)}, not an object"
+    )
     return header
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises KeyError for a name that it has twice."""
-    found = {}
+    members = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise KeyError(name)
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
 def _is_whole(fields: Any) -> bool:
@@ -178,9 +180,9 @@ def _is_whole(fields: Any) -> bool:
 
 
 def _entry(name: str, fields: Mapping[str, Any], file: str, base: int, total: int, path: str) -> Entry:
-    check(_is_whole(fields), f"{path} is broken: its header has {shown(fields)} for tensor {name!r}")
+    check(_is_whole(fields), f"{path} is broken: its header has {describe(fields)} for tensor {name!r}")
     known = fields["dtype"] in _DTYPES
-    check(known, f"tensor {name!r} in {path} has dtype {shown(fields['dtype'])}; {', '.join(_DTYPES)} can be read")
+    check(known, f"tensor {name!r} in {path} has dtype {describe(fields['dtype'])}; {', '.join(_DTYPES)} can be read")
     start, end = fields["data_offsets"]
     dtype = np.dtype(_DTYPES[fields["dtype"]])
     shape = tuple(fields["shape"])
@@ -279,8 +281,8 @@ def reaching(path: str | Path) -> Iterator[None]:
 
 def names_in(files: Any, root: str) -> list[str]:
     """The names in a folder, sorted; none if the folder does not exist."""
-    found = files.ls(root, detail=False) if files.isdir(root) else []
-    return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+    paths = files.ls(root, detail=False) if files.isdir(root) else []
+    return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
 
 def is_local(files: Any) -> bool:
@@ -295,8 +297,8 @@ def read_json(files: Any, path: str) -> dict[str, Any]:
     content = files.cat_file(path)
     check_no_pointer(content, path)
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    check(isinstance(found, dict), f"{path} must hold an object, found {type(found).__name__}")
-    return found
+    check(isinstance(value, dict), f"{path} must hold an object, found {type(value).__name__}")
+    return value

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from posjax._checks import POINTER, check, check_choice, check_no_pointer, shown
+from posjax._checks import POINTER, check, check_choice, check_no_pointer, describe
 from posjax.nn.huggingface.files import Entry
 from posjax.nn.huggingface.gguf_tokenizer import tokenizer_files
 
@@ -57,8 +57,11 @@ class GGUF:
             raise FileNotFoundError(f"there is no {path}")
         self._reader = _reader(path)
         self._fields = self._reader.fields
-        found = self._get("general.architecture")
-        check(found == "llama", f"{path} is a GGUF of the architecture {shown(found)}; only llama can be read")
+        architecture = self._get("general.architecture")
+        check(
+            architecture == "llama",
+            f"{path} is a GGUF of the architecture {describe(architecture)}; only llama can be read",
+        )
         check(not self._get("llama.expert_count"), f"{path} is a mixture of experts, which Decoder does not have")
         self._tensors = {self._name(tensor.name): tensor for tensor in self._reader.tensors}
         check(
@@ -84,13 +87,13 @@ class GGUF:
     @property
     def values(self) -> dict[str, Any]:
         """The metadata in the form of a ``config.json``."""
-        found = {theirs: self._get(f"llama.{ours}") for ours, theirs in _KEYS.items()}
-        found = {key: _shortest(value) for key, value in found.items() if value is not None}
+        settings = {theirs: self._get(f"llama.{ours}") for ours, theirs in _KEYS.items()}
+        settings = {key: _shortest(value) for key, value in settings.items() if value is not None}
         rotated = self._get("llama.rope.dimension_count")
         size = self._head_dim
         check(
             rotated in (None, size),
-            f"llama.rope.dimension_count must be the head's size, {size}, found {shown(rotated)}",
+            f"llama.rope.dimension_count must be the head's size, {size}, found {describe(rotated)}",
         )
         names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
         ids = {theirs: self._get(f"tokenizer.ggml.{ours}") for ours, theirs in names.items()}
@@ -100,7 +103,7 @@ class GGUF:
             "vocab_size": self.entries["model.embed_tokens.weight"].shape[0],
             "tie_word_embeddings": "lm_head.weight" not in self.entries,
             "hidden_act": "silu",
-            **found,
+            **settings,
             **({"rope_scaling": scaling} if scaling else {}),
             **{key: value for key, value in ids.items() if value is not None},
         }
@@ -110,10 +113,10 @@ class GGUF:
         from gguf.quants import dequantize
 
         stored = self._tensors[name]
-        found = np.asarray(dequantize(stored.data, stored.tensor_type), np.float32).reshape(self.entries[name].shape)
+        rows = np.asarray(dequantize(stored.data, stored.tensor_type), np.float32).reshape(self.entries[name].shape)
         heads = {"self_attn.q_proj": "head_count", "self_attn.k_proj": "head_count_kv"}
         count_key = next((key for part, key in heads.items() if f".{part}." in name), None)
-        return found if count_key is None else _halves(found, self._heads(count_key))
+        return rows if count_key is None else _halves(rows, self._heads(count_key))
 
     def tokenizer_files(self) -> dict[str, str]:
         """``tokenizer.json`` and ``tokenizer_config.json`` of the file's own tokenizer; see ``gguf_tokenizer``."""
@@ -124,8 +127,8 @@ class GGUF:
         return None if field is None else field.contents()
 
     def _heads(self, key: str) -> int:
-        found = self._get(f"llama.attention.{key}")
-        return self._get("llama.attention.head_count") if found is None else found
+        count = self._get(f"llama.attention.{key}")
+        return self._get("llama.attention.head_count") if count is None else count
 
     @property
     def _head_dim(self) -> int:
@@ -141,8 +144,8 @@ class GGUF:
             return None
         check_choice("llama.rope.scaling.type", kind, tuple(_SCALINGS))
         original = self._get("llama.rope.scaling.original_context_length")
-        found = {"rope_type": _SCALINGS[kind], "factor": self._get("llama.rope.scaling.factor")}
-        return found | ({"original_max_position_embeddings": original} if original and kind == "yarn" else {})
+        scaling = {"rope_type": _SCALINGS[kind], "factor": self._get("llama.rope.scaling.factor")}
+        return scaling | ({"original_max_position_embeddings": original} if original and kind == "yarn" else {})
 
     @staticmethod
     def _name(name: str) -> str:

@@ -118,10 +118,10 @@ def _added(get: Get, tokens: Sequence[str]) -> list[dict[str, Any]]:
 def _special(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ids = {key: get(f"tokenizer.ggml.{ours}_token_id") for ours, key in names.items()}
-    found = {key: tokens[n] for key, n in ids.items() if n is not None}
+    tokenizer_config = {key: tokens[n] for key, n in ids.items() if n is not None}
     template = get("tokenizer.chat_template")
-    found |= {"chat_template": template} if template else {}
-    return found | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer_config |= {"chat_template": template} if template else {}
+    return tokenizer_config | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def _added_around(get: Get, tokens: Sequence[str], kind: str) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from posjax import absolute, bias
-from posjax._checks import check, shown
+from posjax._checks import check, describe
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     PLAIN,
@@ -52,19 +52,19 @@ def output(layer: str, name: str) -> dict[str, View]:
 
 def fused(name: str, rows: str, parts: Sequence[tuple[str, str]]) -> dict[str, View]:
     """The views of queries, keys and values in one Linear layer, whose rows are split as in ``rows``."""
-    found = {}
+    views = {}
     for part, (ours, heads) in enumerate(parts):
-        found[f"block/attention/{ours}"] = View(f"{name}.weight", f"({rows}) embed -> embed {heads} size", part)
-        found[f"block/attention/{ours}_bias"] = View(f"{name}.bias", f"({rows}) -> {heads} size", part)
-    return found
+        views[f"block/attention/{ours}"] = View(f"{name}.weight", f"({rows}) embed -> embed {heads} size", part)
+        views[f"block/attention/{ours}_bias"] = View(f"{name}.bias", f"({rows}) -> {heads} size", part)
+    return views
 
 
 def megatron(layer: str, attention: str) -> dict[str, View]:
     """The views of a Megatron block: every head's query, key and value are adjacent."""
-    found = fused(f"{layer}{attention}.query_key_value", "heads 3 size", EQUAL)
-    found |= output(layer, f"{attention}.dense") | mlp(layer, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-    found |= norm("block/attention_norm", f"{layer}input_layernorm")
-    return found | norm("block/mlp_norm", f"{layer}post_attention_layernorm")
+    views = fused(f"{layer}{attention}.query_key_value", "heads 3 size", EQUAL)
+    views |= output(layer, f"{attention}.dense") | mlp(layer, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    views |= norm("block/attention_norm", f"{layer}input_layernorm")
+    return views | norm("block/mlp_norm", f"{layer}post_attention_layernorm")
 
 
 def tables(embedding: str, head: str) -> dict[str, View]:
@@ -95,18 +95,18 @@ _GPT_BUFFERS = ("attn.bias", "attn.masked_bias", "attn.embed_positions")
 
 def _gpt2_tensors(config: DecoderConfig) -> dict[str, View]:
     """The views of GPT-2, whose Conv1D layers hold the transposes of the matrices of Linear layers."""
-    found = tables("transformer.wte", "lm_head")
-    found["embedding/embedding/embedding"] = View("transformer.wpe.weight", "positions embed -> positions embed")
+    views = tables("transformer.wte", "lm_head")
+    views["embedding/embedding/embedding"] = View("transformer.wpe.weight", "positions embed -> positions embed")
     for part, name in enumerate("qkv"):
         heads = "embed (3 heads size) -> embed heads size"
         fused_name = f"{_H}attn.c_attn"
-        found[f"block/attention/{name}"] = View(f"{fused_name}.weight", heads, part)
-        found[f"block/attention/{name}_bias"] = View(f"{fused_name}.bias", "(3 heads size) -> heads size", part)
-    found |= matrix("block/attention/o", f"{_H}attn.c_proj", "(heads size) embed -> heads size embed")
-    found |= matrix("block/mlp/up", f"{_H}mlp.c_fc", "embed mlp -> embed mlp", "mlp -> mlp")
-    found |= matrix("block/mlp/down", f"{_H}mlp.c_proj", "mlp embed -> mlp embed")
-    found |= norm("block/attention_norm", f"{_H}ln_1") | norm("block/mlp_norm", f"{_H}ln_2")
-    return found | norm("norm", "transformer.ln_f")
+        views[f"block/attention/{name}"] = View(f"{fused_name}.weight", heads, part)
+        views[f"block/attention/{name}_bias"] = View(f"{fused_name}.bias", "(3 heads size) -> heads size", part)
+    views |= matrix("block/attention/o", f"{_H}attn.c_proj", "(heads size) embed -> heads size embed")
+    views |= matrix("block/mlp/up", f"{_H}mlp.c_fc", "embed mlp -> embed mlp", "mlp -> mlp")
+    views |= matrix("block/mlp/down", f"{_H}mlp.c_proj", "mlp embed -> mlp embed")
+    views |= norm("block/attention_norm", f"{_H}ln_1") | norm("block/mlp_norm", f"{_H}ln_2")
+    return views | norm("norm", "transformer.ln_f")
 
 
 def _learned(config: DecoderConfig) -> dict[str, int]:
@@ -138,13 +138,13 @@ GPT2 = Family(
 
 
 def _gptj_tensors(config: DecoderConfig) -> dict[str, View]:
-    found = {"embed": View("transformer.wte.weight", "vocab embed -> vocab embed")}
-    found |= matrix("head", "lm_head", "vocab embed -> embed vocab", "vocab -> vocab")
+    views = {"embed": View("transformer.wte.weight", "vocab embed -> vocab embed")}
+    views |= matrix("head", "lm_head", "vocab embed -> embed vocab", "vocab -> vocab")
     for name in "qkv":
         heads = "(heads size) embed -> embed heads size"
-        found[f"block/attention/{name}"] = View(f"{_H}attn.{name}_proj.weight", heads)
-    found |= output(_H, "attn.out_proj") | mlp(_H, "mlp.fc_in", "mlp.fc_out")
-    return found | norm("block/attention_norm", f"{_H}ln_1") | norm("norm", "transformer.ln_f")
+        views[f"block/attention/{name}"] = View(f"{_H}attn.{name}_proj.weight", heads)
+    views |= output(_H, "attn.out_proj") | mlp(_H, "mlp.fc_in", "mlp.fc_out")
+    return views | norm("block/attention_norm", f"{_H}ln_1") | norm("norm", "transformer.ln_f")
 
 
 def _gptj_values(config: DecoderConfig) -> dict[str, int]:
@@ -181,8 +181,8 @@ _NEOX = "gpt_neox.layers.{layer}."
 
 def _neox_tensors(config: DecoderConfig) -> dict[str, View]:
     """The views of GPT-NeoX, whose head is ``embed_out`` in released files, but ``lm_head`` in ``state_dict``."""
-    found = megatron(_NEOX, "attention") | norm("norm", "gpt_neox.final_layer_norm")
-    return found | tables("gpt_neox.embed_in", "embed_out")
+    views = megatron(_NEOX, "attention") | norm("norm", "gpt_neox.final_layer_norm")
+    return views | tables("gpt_neox.embed_in", "embed_out")
 
 
 def _neox_biases(values: Values) -> tuple[str, ...]:
@@ -238,21 +238,21 @@ def _neox_rope_values(config: DecoderConfig) -> dict[str, Any]:
 
     transformers 4 reads ``rotary_pct`` and ``rotary_emb_base``, transformers 5 reads ``rope_parameters``.
     """
-    found, rule = rope_values(config), rule_of(config)
+    values, rule = rope_values(config), rule_of(config)
     if rule is None:
-        return found
-    share = found["rope_parameters"].get("partial_rotary_factor", 1.0)
-    older = {"rotary_pct": share, "rotary_emb_base": found["rope_theta"]}
-    return found | older | {"rope_parameters": found["rope_parameters"] | {"partial_rotary_factor": share}}
+        return values
+    share = values["rope_parameters"].get("partial_rotary_factor", 1.0)
+    older = {"rotary_pct": share, "rotary_emb_base": values["rope_theta"]}
+    return values | older | {"rope_parameters": values["rope_parameters"] | {"partial_rotary_factor": share}}
 
 
 # --- BLOOM ------------------------------------------------------------------------------------------------------------
 
 
 def _bloom_tensors(config: DecoderConfig) -> dict[str, View]:
-    found = megatron(_H, "self_attention") | norm("norm", "transformer.ln_f")
-    found |= norm("embedding_norm", "transformer.word_embeddings_layernorm")
-    return found | tables("transformer.word_embeddings", "lm_head")
+    views = megatron(_H, "self_attention") | norm("norm", "transformer.ln_f")
+    views |= norm("embedding_norm", "transformer.word_embeddings_layernorm")
+    return views | tables("transformer.word_embeddings", "lm_head")
 
 
 BLOOM = Family(
@@ -290,11 +290,11 @@ _BLOCKS = "transformer.blocks.{layer}."
 
 
 def _mpt_tensors(config: DecoderConfig) -> dict[str, View]:
-    found = tables("transformer.wte", "lm_head")
-    found |= fused(f"{_BLOCKS}attn.Wqkv", "3 heads size", EQUAL)
-    found |= output(_BLOCKS, "attn.out_proj") | mlp(_BLOCKS, "ffn.up_proj", "ffn.down_proj")
-    found |= norm("block/attention_norm", f"{_BLOCKS}norm_1") | norm("block/mlp_norm", f"{_BLOCKS}norm_2")
-    return found | norm("norm", "transformer.norm_f")
+    views = tables("transformer.wte", "lm_head")
+    views |= fused(f"{_BLOCKS}attn.Wqkv", "3 heads size", EQUAL)
+    views |= output(_BLOCKS, "attn.out_proj") | mlp(_BLOCKS, "ffn.up_proj", "ffn.down_proj")
+    views |= norm("block/attention_norm", f"{_BLOCKS}norm_1") | norm("block/mlp_norm", f"{_BLOCKS}norm_2")
+    return views | norm("norm", "transformer.norm_f")
 
 
 _MPT_ATTENTION = {
@@ -312,9 +312,9 @@ _MPT_ATTENTION = {
 def _mpt(values: Values) -> dict[str, Any]:
     attention = values.get("attn_config") or {}
     for key, fits in _MPT_ATTENTION.items():
-        found = attention.get(key, fits[0])
-        why = f"attn_config.{key} {shown(found)} is an option that Decoder does not have; {fits[0]!r} would work"
-        check(found in fits, f"config.json: {why}")
+        setting = attention.get(key, fits[0])
+        why = f"attn_config.{key} {describe(setting)} is an option that Decoder does not have; {fits[0]!r} would work"
+        check(setting in fits, f"config.json: {why}")
     return {
         "query_scale": attention.get("softmax_scale"),
         "activation": "gelu-exact",
@@ -363,12 +363,12 @@ def _falcon_tensors(config: DecoderConfig) -> dict[str, View]:
 
     Falcon 7B has one group, which is the whole tensor.
     """
-    found = tables("transformer.word_embeddings", "lm_head")
-    found |= fused(f"{_H}self_attention.query_key_value", _FALCON_ROWS, _FALCON_PARTS)
-    found |= output(_H, "self_attention.dense") | mlp(_H, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    views = tables("transformer.word_embeddings", "lm_head")
+    views |= fused(f"{_H}self_attention.query_key_value", _FALCON_ROWS, _FALCON_PARTS)
+    views |= output(_H, "self_attention.dense") | mlp(_H, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
     shared = config.residual.shared_norm
-    found |= norm("block/attention_norm", f"{_H}{'input_layernorm' if shared else 'ln_attn'}")
-    return found | norm("block/mlp_norm", f"{_H}ln_mlp") | norm("norm", "transformer.ln_f")
+    views |= norm("block/attention_norm", f"{_H}{'input_layernorm' if shared else 'ln_attn'}")
+    return views | norm("block/mlp_norm", f"{_H}ln_mlp") | norm("norm", "transformer.ln_f")
 
 
 def _falcon(values: Values) -> dict[str, Any]:
@@ -380,7 +380,7 @@ def _falcon(values: Values) -> dict[str, Any]:
     norms = values.get("num_ln_in_parallel_attn") or (2 if new else 1)
     check(
         norms in ((1, 2) if new else (1,)),
-        f"config.json: num_ln_in_parallel_attn {shown(norms)} is an option that Decoder does not have; 1 would work",
+        f"config.json: num_ln_in_parallel_attn {describe(norms)} is an option that Decoder does not have; 1 would work",
     )
     return {
         "num_kv_heads": (values.get("num_kv_heads") or values["num_attention_heads"]) if new else 1,

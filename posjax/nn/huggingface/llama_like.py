@@ -54,15 +54,15 @@ def norms(**names: str) -> dict[str, View]:
 
 def projections(attention: str = "self_attn.", mlp: str = "mlp.") -> dict[str, View]:
     """The views of separate projections, with their biases."""
-    found = {}
+    views = {}
     for ours, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")):
         name = f"{LAYER}{attention}{ours}_proj."
-        found[f"block/attention/{ours}"] = View(f"{name}weight", f"({heads} size) embed -> embed {heads} size")
-        found[f"block/attention/{ours}_bias"] = View(f"{name}bias", f"({heads} size) -> {heads} size")
+        views[f"block/attention/{ours}"] = View(f"{name}weight", f"({heads} size) embed -> embed {heads} size")
+        views[f"block/attention/{ours}_bias"] = View(f"{name}bias", f"({heads} size) -> {heads} size")
     for ours in ("gate", "up"):
-        found[f"block/mlp/{ours}"] = View(f"{LAYER}{mlp}{ours}_proj.weight", "mlp embed -> embed mlp")
-        found[f"block/mlp/{ours}_bias"] = View(f"{LAYER}{mlp}{ours}_proj.bias", "mlp -> mlp")
-    return found | outputs(f"{attention}o_proj", f"{mlp}down_proj")
+        views[f"block/mlp/{ours}"] = View(f"{LAYER}{mlp}{ours}_proj.weight", "mlp embed -> embed mlp")
+        views[f"block/mlp/{ours}_bias"] = View(f"{LAYER}{mlp}{ours}_proj.bias", "mlp -> mlp")
+    return views | outputs(f"{attention}o_proj", f"{mlp}down_proj")
 
 
 def outputs(attention: str, mlp: str) -> dict[str, View]:
@@ -284,8 +284,8 @@ def _gemma_values(config: DecoderConfig) -> dict[str, Any]:
 
 def _inverse_square(config: DecoderConfig) -> float:
     """``query_scale ** -2``, rounded if it is a whole number up to rounding errors."""
-    found = config.head_dim if config.query_scale is None else config.query_scale**-2
-    return round(found) if round(found) ** -0.5 == config.query_scale else found
+    scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
+    return round(scalar) if round(scalar) ** -0.5 == config.query_scale else scalar
 
 
 def _gemma_family(
@@ -327,9 +327,12 @@ def _gemma3_rope_values(config: DecoderConfig) -> dict[str, Any]:
     rules = {
         kind: rotary.Plain() if rule is None else rule for kind, rule in ({FULL: None, SLIDING: None} | rules).items()
     }
-    found = {kind: rule.to_hf() for kind, rule in rules.items()}
-    older = {"rope_theta": found[FULL]["rope_theta"], "rope_local_base_freq": found[SLIDING]["rope_theta"]}
-    return length_value(config) | {"rope_parameters": found} | older
+    rope_parameters = {kind: rule.to_hf() for kind, rule in rules.items()}
+    older = {
+        "rope_theta": rope_parameters[FULL]["rope_theta"],
+        "rope_local_base_freq": rope_parameters[SLIDING]["rope_theta"],
+    }
+    return length_value(config) | {"rope_parameters": rope_parameters} | older
 
 
 GEMMA3 = _gemma_family(
@@ -413,20 +416,20 @@ def _phi3_scheme(values: Values) -> Scheme:
     size = values["hidden_size"] // values["num_attention_heads"]
     check_choice("config.json: rope_type of phi3", rule.hf_type, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
     wanted = rotary.Plain(partial_rotary_factor=rule.partial_rotary_factor).rotary_dim(size) // 2
-    found = len(getattr(rule, "long_factor", range(wanted)))
+    count = len(getattr(rule, "long_factor", range(wanted)))
     check(
-        found == wanted,
-        f"config.json: long_factor must have {wanted} numbers for phi3 with heads of {size} channels, found {found}",
+        count == wanted,
+        f"config.json: long_factor must have {wanted} numbers for phi3 with heads of {size} channels, found {count}",
     )
     return scheme
 
 
 def _phi3_rope_values(config: DecoderConfig) -> dict[str, Any]:
     """Phi-3 reads the original length outside the rope parameters, and in transformers 4 also the rotated part."""
-    found = rope_values(config)
-    inner = found.get("rope_parameters", {})
+    values = rope_values(config)
+    inner = values.get("rope_parameters", {})
     outer = ("original_max_position_embeddings", "partial_rotary_factor")
-    return found | {key: inner[key] for key in outer if key in inner}
+    return values | {key: inner[key] for key in outer if key in inner}
 
 
 def _cohere_schemes(values: Values) -> Any:
@@ -474,17 +477,17 @@ _EXPERTS = f"{LAYER}mlp.experts."
 
 def _gpt_oss_tensors(config: DecoderConfig) -> dict[str, View]:
     """The columns of ``gate_up_proj`` alternate between gate and up."""
-    found = EMBEDDING | FINAL_NORM | LLAMA_NORMS | projections()
-    found["block/attention/learned/sinks/sinks"] = View(f"{LAYER}self_attn.sinks", "heads -> heads")
-    found["block/mlp/router"] = View(f"{LAYER}mlp.router.weight", "experts embed -> embed experts")
-    found["block/mlp/router_bias"] = View(f"{LAYER}mlp.router.bias", "experts -> experts")
+    views = EMBEDDING | FINAL_NORM | LLAMA_NORMS | projections()
+    views["block/attention/learned/sinks/sinks"] = View(f"{LAYER}self_attn.sinks", "heads -> heads")
+    views["block/mlp/router"] = View(f"{LAYER}mlp.router.weight", "experts embed -> embed experts")
+    views["block/mlp/router_bias"] = View(f"{LAYER}mlp.router.bias", "experts -> experts")
     for part, name in enumerate(("gate", "up")):
         pattern = "experts embed (mlp 2) -> experts embed mlp"
-        found[f"block/mlp/{name}"] = View(f"{_EXPERTS}gate_up_proj", pattern, part)
-        found[f"block/mlp/{name}_bias"] = View(f"{_EXPERTS}gate_up_proj_bias", "experts (mlp 2) -> experts mlp", part)
-    found["block/mlp/down"] = View(f"{_EXPERTS}down_proj", "experts mlp embed -> experts mlp embed")
-    found["block/mlp/down_bias"] = View(f"{_EXPERTS}down_proj_bias", "experts embed -> experts embed")
-    return found
+        views[f"block/mlp/{name}"] = View(f"{_EXPERTS}gate_up_proj", pattern, part)
+        views[f"block/mlp/{name}_bias"] = View(f"{_EXPERTS}gate_up_proj_bias", "experts (mlp 2) -> experts mlp", part)
+    views["block/mlp/down"] = View(f"{_EXPERTS}down_proj", "experts mlp embed -> experts mlp embed")
+    views["block/mlp/down_bias"] = View(f"{_EXPERTS}down_proj_bias", "experts embed -> experts embed")
+    return views
 
 
 GPT_OSS = Family(

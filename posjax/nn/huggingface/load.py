@@ -166,22 +166,22 @@ class Stored(NamedTuple):
 
 def named_parameters(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree of parameters, or of their logical axes, with paths as in ``"stacks/0/0/attention/q"``."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Stored]:
     """Every parameter of a tree with its tensors. Raises ValueError for a parameter without a tensor."""
     views = family.tensors(config)
-    found = []
+    stored_parameters = []
     for path, leaf in named_parameters(parameters):
         name, layers = _name_and_layers(path, config)
         why = f"the layout of {family.model_type} has no tensor for the parameter {path} of shape {leaf.shape}"
         check(name in views, why)
         tensor = views[name].name
         tensors = [tensor] if layers is None else [tensor.format(layer=layer) for layer in layers]
-        found.append(Stored(leaf, views[name], tensors, layers))
-    return found
+        stored_parameters.append(Stored(leaf, views[name], tensors, layers))
+    return stored_parameters
 
 
 def _name_and_layers(path: str, config: DecoderConfig) -> tuple[str, Sequence[int] | None]:
@@ -256,9 +256,9 @@ def _find(source: Source, family: Family, config: DecoderConfig, name: str) -> s
     Raises:
         ValueError: if the tensor is missing.
     """
-    found = _found(source, family, name)
-    if found is not None:
-        return found
+    written = _found(source, family, name)
+    if written is not None:
+        return written
     tables = [family.tensors(config)[each].name for each in ("embed", "head")]
     other = next(filter(None, _of_tables(source, family, config)), None) if name in tables else None
     check(

@@ -46,11 +46,11 @@ class Mxfp4:
         blocks, scales = (self._folder.tensor(name + end) for end in (_BLOCKS, _SCALES))
         blocks = blocks.reshape(-1, width // 32, 16)
         scales = scales.reshape(-1, width // 32)
-        found = np.empty((experts * rows, width), jnp.bfloat16)
+        numbers = np.empty((experts * rows, width), jnp.bfloat16)
         step = max(1, _AT_ONCE // width)
-        for n in range(0, len(found), step):
-            found[n : n + step] = _unpacked(blocks[n : n + step], scales[n : n + step])
-        return found.reshape(experts, rows, width).swapaxes(1, 2)
+        for n in range(0, len(numbers), step):
+            numbers[n : n + step] = _unpacked(blocks[n : n + step], scales[n : n + step])
+        return numbers.reshape(experts, rows, width).swapaxes(1, 2)
 
     def _entry(self, name: str) -> Entry:
         """The entry of a packed tensor. Raises ValueError for blocks and scales that do not fit each other."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
-from posjax._checks import check, check_choice, shown
+from posjax._checks import check, check_choice, describe
 from posjax.nn.config import DecoderConfig, check_size
 from posjax.nn.huggingface import gpt_like, llama_like
 from posjax.nn.huggingface.family import Family, check_same
@@ -23,12 +23,13 @@ def family_of(values: Mapping[str, Any]) -> Family:
     quantised = values.get("quantization_config")
     check(
         not values.get("text_config"),
-        f"config.json: {shown(name)} reads more than text, which Decoder does not; only its text part can be read",
+        f"config.json: {describe(name)} reads more than text, which Decoder does not; only its text part can be read",
     )
     check_choice("config.json: model_type", name, tuple(FAMILIES))
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
     check(
-        method in (None, "mxfp4"), f"the tensors are quantised by {shown(method)}; read the model before quantisation"
+        method in (None, "mxfp4"),
+        f"the tensors are quantised by {describe(method)}; read the model before quantisation",
     )
     return FAMILIES[name]
 
@@ -46,9 +47,9 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     filled |= {key: None for key in (*family.defaults, *_ROPE) if key in values and values[key] is None}
     for key, wanted in (_FIXED | dict(family.fixed)).items():
         fits = wanted if isinstance(wanted, tuple) else (wanted,)
-        found = values.get(key, fits[0])
-        why = f"config.json: {key} {shown(found)} is an option that Decoder does not have; {fits[0]!r} would work"
-        check(found in fits, why)
+        setting = values.get(key, fits[0])
+        why = f"config.json: {key} {describe(setting)} is an option that Decoder does not have; {fits[0]!r} would work"
+        check(setting in fits, why)
     lacking = [key for key, field in family.keys.items() if key not in filled and field in _NEEDED]
     check(not lacking, f"config.json lacks {lacking[0] if lacking else None!r}")
     _check_kinds(family, filled)
@@ -56,7 +57,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     size = fields["model_dim"] // fields["num_heads"]
     check(
         "head_dim" in fields or filled.get("head_dim", size) == size,
-        f"config.json: head_dim must be {size} for {family.model_type}, found {shown(filled.get('head_dim'))}; "
+        f"config.json: head_dim must be {size} for {family.model_type}, found {describe(filled.get('head_dim'))}; "
         "leave it out",
     )
     return _config(fields | family.read_basics(filled) | family.read(filled))
@@ -75,12 +76,12 @@ def _config(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
-    bool: ("true or false", lambda found: isinstance(found, bool)),
-    int: ("a whole number above 0", lambda found: type(found) is int and found > 0),
-    float: ("a finite number", lambda found: type(found) in (int, float) and isfinite(found)),
-    str: ("a name", lambda found: isinstance(found, str)),
-    list: ("a list", lambda found: isinstance(found, list | tuple)),
-    dict: ("an object", lambda found: isinstance(found, Mapping)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number above 0", lambda value: type(value) is int and value > 0),
+    float: ("a finite number", lambda value: type(value) in (int, float) and isfinite(value)),
+    str: ("a name", lambda value: isinstance(value, str)),
+    list: ("a list", lambda value: isinstance(value, list | tuple)),
+    dict: ("an object", lambda value: isinstance(value, Mapping)),
 }
 """The kinds of values in ``config.json``, in words and as a test."""
 _KEYS = {
@@ -111,7 +112,7 @@ def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
         if key not in given or (given[key] is None and key in _MAY_BE_NONE):
             continue
         words, fits = _KINDS[kind]
-        check(fits(given[key]), f"config.json: {key} must be {words}, found {shown(given[key])}")
+        check(fits(given[key]), f"config.json: {key} must be {words}, found {describe(given[key])}")
     for key, field in (dict(family.keys) | {"sliding_window_pattern": "num_layers"}).items():
         if type(given.get(key)) is int:
             check_size(f"config.json: {key}", field, given[key])

@@ -123,8 +123,8 @@ def save_pretrained(
 
 def _check_empty(path: str | Path, names: Sequence[str]) -> None:
     """Raises ValueError for a folder with a config, an index or tensors."""
-    found = [name for name in names if name in (CONFIG, INDEX) or name.endswith(SUFFIX)]
-    check(not found, f"{path} holds a model already; choose another folder (found {', '.join(found[:3])})")
+    model_files = [name for name in names if name in (CONFIG, INDEX) or name.endswith(SUFFIX)]
+    check(not model_files, f"{path} holds a model already; choose another folder (found {', '.join(model_files[:3])})")
 
 
 def _check_range(parameters: Sequence[Stored], dtype: str | None) -> None:
@@ -132,11 +132,11 @@ def _check_range(parameters: Sequence[Stored], dtype: str | None) -> None:
     narrowed = [each for each in parameters if dtype and not np.can_cast(each.leaf.dtype, np.dtype(dtype))]
     if not narrowed:
         return
-    found = {name: 0.0 for parameter in narrowed for name in parameter.tensors}
+    overflows = {name: 0.0 for parameter in narrowed for name in parameter.tensors}
     for name, _, values in (part for parameter in narrowed for part in _parts(parameter)):
-        found[name] = max(found[name], overflow(values, np.dtype(dtype)))
-    everywhere = process_allgather(np.array(list(found.values()))).reshape(-1, len(found)).max(0)
-    for name, largest in zip(found, everywhere, strict=True):
+        overflows[name] = max(overflows[name], overflow(values, np.dtype(dtype)))
+    everywhere = process_allgather(np.array(list(overflows.values()))).reshape(-1, len(overflows)).max(0)
+    for name, largest in zip(overflows, everywhere, strict=True):
         check_fits(name, float(largest), np.dtype(dtype))
 
 
@@ -187,11 +187,11 @@ def _family(config: DecoderConfig, name: str | None, like: Mapping[str, Any]) ->
 def _tensors(config: DecoderConfig, parameters: Sequence[Stored], dtype: str | None) -> dict[str, tuple]:
     """Dtype and shape of every tensor, in the order of layers."""
     sizes = sizes_of(config)
-    found = {}
+    descriptions = {}
     for leaf, view, tensors, layers in parameters:
         for layer, name in zip([-1] if layers is None else layers, tensors, strict=True):
-            found[name] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
-    ordered = sorted(found.items(), key=lambda item: (item[1][0], item[0]))
+            descriptions[name] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
+    ordered = sorted(descriptions.items(), key=lambda item: (item[1][0], item[0]))
     return {name: (kind, shape) for name, (_, kind, shape) in ordered}
 
 
@@ -227,10 +227,10 @@ def files_beside(like: str | Path) -> dict[str, bytes]:
 
         return {name: content.encode() for name, content in GGUF(like).tokenizer_files().items()}
     files, root = open_location(like)
-    found = {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
-    for name, content in found.items():
+    contents = {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
+    for name, content in contents.items():
         check_no_pointer(content, f"{root}/{name}")
-    return found
+    return contents
 
 
 def _publish(partial: Path, files: Any, root: str) -> None:

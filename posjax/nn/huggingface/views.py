@@ -54,11 +54,11 @@ class View:
 
     def _place(self, sizes: AxisSizes, index: Index) -> tuple:
         """The index of a part of the parameter in the split tensor: arrays for joined axes, slices for the others."""
-        found = []
+        indices = []
         for axis, part in zip(self._sides[1], index, strict=True):
             counts = [sizes[atom] for atom in axis]
-            found += [part] if len(axis) == 1 else np.unravel_index(np.arange(math.prod(counts))[part], counts)
-        return tuple(found)
+            indices += [part] if len(axis) == 1 else np.unravel_index(np.arange(math.prod(counts))[part], counts)
+        return tuple(indices)
 
     def _split(self, tensor: np.ndarray, sizes: AxisSizes) -> np.ndarray:
         """The tensor with one axis for every name on the right, in the order of the names. Nothing is copied."""
@@ -91,10 +91,10 @@ class View:
         return _axes(left), _axes(right)
 
 
-def check_shape(view: View, sizes: AxisSizes, name: str, found: tuple[int, ...]) -> None:
+def check_shape(view: View, sizes: AxisSizes, name: str, shape: tuple[int, ...]) -> None:
     """Raises ValueError for a tensor whose shape differs from the shape in the config."""
     wanted = view.tensor_shape(sizes)
-    check(tuple(found) == wanted, f"tensor {name!r} has shape {tuple(found)}; by config.json it must have {wanted}")
+    check(tuple(shape) == wanted, f"tensor {name!r} has shape {tuple(shape)}; by config.json it must have {wanted}")
 
 
 def overflow(values: np.ndarray, dtype: np.dtype) -> float:
@@ -112,8 +112,8 @@ def check_fits(name: str, largest: float, dtype: np.dtype) -> None:
     """Raises ValueError if a tensor has an ``overflow``; infinities and NaN that it holds already are kept."""
     most = float(jnp.finfo(dtype).max)
     works = "float32" if dtype == jnp.bfloat16 else "bfloat16 or float32"
-    found = f"tensor {name!r} holds {largest:g}, which would be infinite in {dtype}, whose largest number is {most:g}"
-    check(not largest, f"{found}; choose the dtype {works}")
+    problem = f"tensor {name!r} holds {largest:g}, which would be infinite in {dtype}, whose largest number is {most:g}"
+    check(not largest, f"{problem}; choose the dtype {works}")
 
 
 def _axes(side: str) -> list[list[str]]:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from train.config import load
-from train.evaluate.generate import Draws, generate
+from train.evaluate.generate import SamplingOptions, generate
 from train.evaluate.saved import evaluate
 from train.loop.fit import fit
 
@@ -43,5 +43,5 @@ def test_it_resumes_training_from_its_last_checkpoint(run):
 
 
 def test_it_continues_a_prompt_with_the_same_text(run):
-    found = generate(run, RECORDED["prompt"], Draws(tokens=40, temperature=0), write=lambda _: None)
+    found = generate(run, RECORDED["prompt"], SamplingOptions(tokens=40, temperature=0), write=lambda _: None)
     assert found == RECORDED["generated"]

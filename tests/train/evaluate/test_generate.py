@@ -15,7 +15,7 @@ from posjax import rotary
 from train import cli
 from train.checkpoint.restore import restore_model
 from train.config import load, parse
-from train.evaluate.generate import Draws, choose, generate, tokens_after
+from train.evaluate.generate import SamplingOptions, choose, generate, tokens_after
 from train.evaluate.search import Effort, check_searchable, search_factors
 from train.loop.fit import fit
 
@@ -67,7 +67,7 @@ def drawn_without_a_cache(model, prompt, sampling):
 
 
 def test_a_prompt_in_chunks_and_beyond_the_training_length_is_the_full_forward_pass(model):
-    prompt, sampling = encode(ALPHABET.encode() * 5)[:-1], Draws(tokens=3, temperature=0)
+    prompt, sampling = encode(ALPHABET.encode() * 5)[:-1], SamplingOptions(tokens=3, temperature=0)
     assert list(tokens_after(model, prompt, sampling, {EOS})) == drawn_without_a_cache(model, prompt, sampling)
 
 
@@ -75,7 +75,7 @@ def test_an_extended_scheme_uses_the_length_of_the_prompt_and_the_new_tokens(run
     rule = {"name": "dynamic-ntk", "original_length": 32}
     extended = model.with_scheme(model.config.scheme.extend(frequencies=rule))
     # At this temperature a small change of the logits soon changes what is drawn.
-    prompt, sampling = encode(b"abc")[:-1], Draws(tokens=60, temperature=3, top_k=5, seed=0)
+    prompt, sampling = encode(b"abc")[:-1], SamplingOptions(tokens=60, temperature=3, top_k=5, seed=0)
     text = generate(run, "abc", sampling, [f"scheme.extend={json.dumps({'frequencies': rule})}"], lambda text: None)
     wanted, plain = (drawn_without_a_cache(each, prompt, sampling) for each in (extended, model))
     assert list(text.encode()) == wanted != plain
@@ -83,7 +83,9 @@ def test_an_extended_scheme_uses_the_length_of_the_prompt_and_the_new_tokens(run
 
 def test_tokens_follow_until_an_end_or_their_number(model):
     def after(tokens, ends=()):
-        return list(tokens_after(model, encode(b"abcdefgh")[:-1], Draws(tokens=tokens, temperature=0), set(ends)))
+        return list(
+            tokens_after(model, encode(b"abcdefgh")[:-1], SamplingOptions(tokens=tokens, temperature=0), set(ends))
+        )
 
     assert bytes(after(4)) == b"ijkl"
     assert bytes(after(4, b"k")) == b"ij"
@@ -91,12 +93,12 @@ def test_tokens_follow_until_an_end_or_their_number(model):
     graph, state = nnx.split(model)
     broken = nnx.merge(graph, jax.tree.map(lambda x: x * np.nan, state))
     with pytest.raises(ValueError, match="no finite logits after 4 tokens"):
-        list(tokens_after(broken, encode(b"abc")[:-1], Draws(tokens=2), set()))
+        list(tokens_after(broken, encode(b"abc")[:-1], SamplingOptions(tokens=2), set()))
 
 
 def test_text_is_written_in_whole_characters(run, model):
     """At this temperature every byte is about as likely, so most are parts of no character: Python replaces them."""
-    sampling, pieces = Draws(tokens=120, temperature=1e4, seed=0), []
+    sampling, pieces = SamplingOptions(tokens=120, temperature=1e4, seed=0), []
     text = generate(run, "a\u00e9", sampling, write=pieces.append)
     tokens = list(tokens_after(model, encode("a\u00e9".encode())[:-1], sampling, {EOS}))
     assert len(tokens) == 120
@@ -115,14 +117,14 @@ def test_the_text_continues_with_the_space_between_words(tmp_path):
     write_released(tmp_path, vocab_size=40)
     own.save(str(tmp_path / "tokenizer.json"))
     prompt, pieces = "w3 " * 30 + "w5", []
-    text = generate(tmp_path, prompt, Draws(tokens=5, temperature=1, seed=1), write=pieces.append)
+    text = generate(tmp_path, prompt, SamplingOptions(tokens=5, temperature=1, seed=1), write=pieces.append)
     assert text.startswith(" w")
     assert len(own.encode(prompt + text).ids) == len(own.encode(prompt).ids) + 5
     assert pieces[0] == prompt
     assert pieces[1].startswith(" ")
     own.add_special_tokens(["<extra>"])
     own.save(str(tmp_path / "tokenizer.json"))
-    refused("--prompt", lambda: generate(tmp_path, "<extra>", Draws(tokens=1), write=pieces.append))
+    refused("--prompt", lambda: generate(tmp_path, "<extra>", SamplingOptions(tokens=1), write=pieces.append))
 
 
 KEYS = jax.random.split(jax.random.key(0), 4000)
@@ -203,11 +205,11 @@ def plain(scheme):
 
 
 REFUSED = [
-    ("--tokens", lambda: Draws(tokens=-1)),
-    ("--top-k", lambda: Draws(top_k=2**32)),
-    ("--top-k", lambda: Draws(top_k=2.5)),
-    ("--temperature", lambda: Draws(temperature=float("nan"))),
-    ("--temperature", lambda: Draws(temperature=-0.5)),
+    ("--tokens", lambda: SamplingOptions(tokens=-1)),
+    ("--top-k", lambda: SamplingOptions(top_k=2**32)),
+    ("--top-k", lambda: SamplingOptions(top_k=2.5)),
+    ("--temperature", lambda: SamplingOptions(temperature=float("nan"))),
+    ("--temperature", lambda: SamplingOptions(temperature=-0.5)),
     ("population", lambda: Effort(population=3)),
     ("iterations", lambda: Effort(iterations=0)),
     ("RoPE", lambda: plain("alibi")),

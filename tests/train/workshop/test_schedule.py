@@ -178,9 +178,9 @@ def test_what_implementations_state_about_themselves_is_consistent(name):
         assert all(launch.moved_bytes > 2 * SHAPE.heads * SHAPE.length * 128 * 3 for launch in launches)
 
 
-@pytest.mark.parametrize("name", posjax_kernels.OWN_KERNELS)
+@pytest.mark.parametrize("name", posjax_kernels.POSJAX_KERNELS)
 def test_what_is_stated_about_our_own_kernels_is_consistent(name):
-    implementation, blocks = posjax_kernels.OWN_KERNELS[name], {"q": 512, "kv": 1024, "part": 256}
+    implementation, blocks = posjax_kernels.POSJAX_KERNELS[name], {"q": 512, "kv": 1024, "part": 256}
     (launch,) = implementation.program(SHAPE, blocks, "v6e").launches
     products = 5 if "backward" in name else 2
     causal = 2 * (1 + 1 + 2 + 2 + 3 + 3 + 4 + 4) * 512 * 1024

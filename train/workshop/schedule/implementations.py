@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from train.runtime.chips import CHIPS, Product
 from train.workshop.schedule.compiling import compile_for
 from train.workshop.schedule.cost import Cost, Executions, Launch, cost, find_kernel
-from train.workshop.schedule.posjax_kernels import OWN_KERNELS
+from train.workshop.schedule.posjax_kernels import POSJAX_KERNELS
 from train.workshop.schedule.program import Blocks, Implementation, KernelProgram, KernelShape
 
 
@@ -219,6 +219,6 @@ SCHEDULED = {
     "jax splash, fused backward": Implementation(splash_fused_backward, _SIZES),
     "jax splash, two-kernel backward": Implementation(splash_two_kernel_backward, _SIZES),
     "tokamax splash, fused backward": Implementation(tokamax_backward, _SIZES, needs="tokamax"),
-    **OWN_KERNELS,
+    **POSJAX_KERNELS,
 }
 """Every kernel that is compiled, by the name it has in tables and configs."""

@@ -289,7 +289,7 @@ def _backward_implementation(case: Case) -> Implementation:
     return Implementation(partial(backward, case), _BACKWARD, by_chip=True, against=lambda chip: _BACK)
 
 
-OWN_KERNELS = {
+POSJAX_KERNELS = {
     _PLAIN: _forward_implementation(Case()),
     _BOUNDED: _forward_implementation(Case(bounded=True)),
     "posjax ALiBi, forward": _forward_implementation(Case(_alibi, bounded=None)),
