@@ -25,6 +25,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
+from posjax._numbers import is_number
+
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -221,6 +223,34 @@ def vary(x: Array, axes: frozenset[str]) -> Array:
     """The array, varying over ``axes`` too, as the carry of a loop must inside ``shard_map``."""
     missing = tuple(axes - varying(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def match_varying(tree: Any) -> Any:
+    """The tree with every array varying, inside ``shard_map``, over all mesh axes that any of them varies over.
+
+    Numbers stay unchanged. The transpose of this step sums, over the devices, the gradient of a parameter that is the
+    same on all of them, such as a slope.
+    """
+    axes = frozenset().union(*map(varying, jax.tree.leaves(tree)))
+    return jax.tree.map(lambda leaf: leaf if is_number(leaf) else vary(leaf, axes), tree)
+
+
+def full_varying_like(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) -> Array:
+    """A constant that varies over the same mesh axes as ``like``, as a loop's carry must inside ``shard_map``."""
+    return vary(jnp.full(shape, fill, dtype), varying(like))
+
+
+def split_symbolic_zeros(tree: Any) -> tuple[Any, list[bool]]:
+    """The values of the tree that a ``custom_vjp`` rule with symbolic zeros gets, and which gradients are wanted."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+    return structure.unflatten([leaf.value for leaf in leaves]), [leaf.perturbed for leaf in leaves]
+
+
+def no_gradient(leaf: Array) -> Array | np.ndarray:
+    """The zero cotangent of a leaf, of ``float0`` if it is not differentiable."""
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return full_varying_like(leaf.shape, leaf.dtype, leaf)
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def zero_tangent(x: Array) -> Any:

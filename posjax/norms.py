@@ -1,6 +1,6 @@
 """Norms of queries and keys over each head, before their rotation.
 
-The functions keep shapes and dtypes. The specs are ``Norm``.
+The functions keep shapes and dtypes. The specs are ``HeadNorm``.
 """
 
 import abc
@@ -58,7 +58,7 @@ def qk_norm(
     return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
 
 
-class Norm(abc.ABC):
+class HeadNorm(abc.ABC):
     """The base class of the specs. A spec is a frozen, hashable dataclass."""
 
     commutes_with_rotation: bool = True
@@ -73,7 +73,7 @@ class Norm(abc.ABC):
         """Normed queries and keys, of the same shapes and dtypes."""
 
 
-class _WithEps(Norm):
+class _WithEps(HeadNorm):
     """A norm with an ``eps``, which is checked."""
 
     eps: float

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from posjax._checks import check, check_count, check_counts, check_number, check_positive, describe
 from posjax._slots import Features
-from posjax.masks import Beyond, ChunksApart, FirstTokens, Mask, Window
+from posjax.masks import Beyond, ChunksApart, FirstTokens, Mask, Window, as_mask
 from posjax.positions import Positions, as_array
 from posjax.rotary import Ahead, FrequencyRule, Stretched
 
@@ -54,11 +54,11 @@ class Branch:
 
 
 def branches(remap: Any) -> tuple[Branch, ...]:
-    """The branches of ``remap``, one or several, as a tuple. Raises ValueError for anything else."""
+    """The branches of ``remap``, one or several, as a tuple. Raises ValueError for anything else, and for bad masks."""
     entries = (remap,) if isinstance(remap, Branch) else remap
     fits = isinstance(entries, Sequence) and all(isinstance(branch, Branch) for branch in entries)
     check(fits, f"remap must be a posjax.remap.Branch or several, found {describe(remap)}")
-    return tuple(entries)
+    return tuple(Branch(branch.q, branch.k, as_mask(branch.mask)) for branch in entries)
 
 
 class Remap:

@@ -27,7 +27,7 @@ FLOORS = [
     {"_numbers", "_serial", "_shapes"},
     {"positions"},
     {"_axes"},
-    {"_slots", "_angles", "training_positions", "layout", "_lowered"},
+    {"_slots", "_angles", "training_positions", "layout", "_lowered", "_mesh"},
     {"absolute", "rotary", "coca", "pope", "bias", "masks", "scales", "norms", "sinks", "remap", "linear"},
     {"attention"},
     {"scheme"},

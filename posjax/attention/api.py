@@ -11,6 +11,7 @@ from posjax._shapes import ungrouped
 from posjax.attention.call import bind_bias, call_of, check_masks, check_scale, check_shapes, sinks_of
 from posjax.attention.padding import without_padding
 from posjax.attention.placement import Placement
+from posjax.attention.platform import attend
 from posjax.attention.rows import Rows, merged
 from posjax.attention.sharded.mesh import Partition, over_mesh, split_of
 from posjax.attention.sharded.strategies import spread
@@ -102,9 +103,9 @@ def attention(
             platform; ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, for example without bias) support
             some calls. None: ``"dense"`` for few logits (at most 2^21 over batch and heads, and 512 x 512 of a head),
             otherwise the kernel of the platform the program is lowered for, or ``"blockwise"`` if there is none or it
-            does not support the call. The logger ``"posjax"`` reports the choice and the reason, at debug level. The
-            choice is made when the program is lowered, also for several platforms at once (``jax.export``). A symbolic
-            batch counts as large.
+            does not support the call. For calls that are not small the logger ``"posjax"`` reports the choice and the
+            reason, at debug level. The choice is made when the program is lowered, also for several platforms at once
+            (``jax.export``). A symbolic batch counts as large.
         placement: how the call is split over a mesh. Outside ``shard_map``: how the queries are split over the Auto
             axes of a mesh, as a ``NamedSharding``, or a ``PartitionSpec`` for the mesh in use or the mesh of the
             arrays, with the axes of the batch first and those of the heads third. Attention then runs on every device
@@ -140,8 +141,12 @@ def attention(
         placement = Placement()
     call = call_of(q, k, v, placement=placement, **arguments)
     sinks = sinks_of(placement, sinks, q.shape[2])
-    rows = spread(placement, call, implementation, with_lse=return_residuals or sinks is not None)
-    return finished(rows, sinks, return_residuals)
+    with_lse = return_residuals or sinks is not None
+    if placement.is_empty:
+        rows = attend(implementation, call, with_lse)
+    else:
+        rows = spread(placement, call, implementation, with_lse)
+    return result_of(rows, sinks, return_residuals)
 
 
 def _over_mesh(mesh, placement: Placement, q, k, v, *, bias, mask, scale, remap, sinks, **options):
@@ -168,7 +173,7 @@ def _with_three_axes(scale):
     return jnp.reshape(scale, (1,) * (3 - jnp.ndim(scale)) + jnp.shape(scale))
 
 
-def finished(rows: Rows, sinks, return_residuals: bool):
+def result_of(rows: Rows, sinks, return_residuals: bool):
     """The result of ``attention`` from the results of a backend."""
     out, lse, rest = (None if array is None else ungrouped(array) for array in rows[:3])
     if sinks is not None:

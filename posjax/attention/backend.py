@@ -54,7 +54,7 @@ class Backend:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain(Backend):
+class JaxBackend(Backend):
     """A backend in plain JAX.
 
     Args:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from posjax._axes import names_of, narrowed, sizes_of
+from posjax._lowered import full_varying_like, no_gradient
 from posjax._numbers import at_least_float32, is_array_number
 from posjax._slots import with_head_axis
 from posjax.attention.call import Call
@@ -28,11 +29,9 @@ from posjax.attention.logits import (
     capped,
     decay_factors,
     decayed,
-    full_varying_like,
     group_mask,
     mix,
     mix_transposed,
-    no_gradient,
     scores,
     statistics_dtype,
     with_bias,
@@ -172,7 +171,7 @@ def _add_slice(x, update, block, size: int, axis: int):
 
 
 def _tile(x: Call, blocks: Blocks, i, j) -> Call:
-    """The operands of the tile of query block ``i`` and key block ``j``."""
+    """The call of the tile of query block ``i`` and key block ``j``."""
     part = narrowed(x, queries=(i * blocks.q, blocks.q), keys=(j * blocks.k, blocks.k))
     q_positions, kv_positions = (with_head_axis(as_array(p)) for p in (part.q_positions, part.kv_positions))
     return dataclasses.replace(part, q_positions=q_positions, kv_positions=kv_positions)
@@ -359,7 +358,7 @@ def _added(whole, part, first: list):
 
 
 def _cotangent(x: Call, gradients: _TileGradients) -> Call:
-    """Gradients in the form of the operands, with ``float0`` zeros for leaves that are not differentiable."""
+    """The cotangent of a call, with ``float0`` zeros for leaves that are not differentiable."""
     zeros = jax.tree.map(no_gradient, x)
     leaves, rebuild = _inexact_leaves(_learned(zeros))
     bias, softcap = rebuild([a.astype(leaf.dtype) for a, leaf in zip(gradients.learned, leaves, strict=True)])

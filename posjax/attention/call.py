@@ -13,10 +13,11 @@ from jaxtyping import Array, Float
 
 from posjax._axes import WithAxes, names_of
 from posjax._checks import check, check_array, check_finite, check_heads, describe, is_known
+from posjax._lowered import match_varying
 from posjax._numbers import is_array_number, is_number, positive_number, register_numbers
 from posjax._shapes import grouped
 from posjax.attention.custom import check_custom, heads_of, on_device
-from posjax.attention.logits import match_varying, statistics_dtype
+from posjax.attention.logits import statistics_dtype
 from posjax.attention.padding import without_padded_gates, without_padded_scale, without_padding
 from posjax.attention.placement import Placement
 from posjax.bias import Bias, ContextualBias, array_bias

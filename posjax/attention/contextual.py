@@ -18,10 +18,11 @@ from jaxtyping import Array, Bool, Float
 
 from posjax._axes import narrowed
 from posjax._checks import check, check_count
+from posjax._lowered import full_varying_like
 from posjax._shapes import in_blocks, joined
 from posjax._slots import with_head_axis
 from posjax.attention.call import Call
-from posjax.attention.logits import capped, full_varying_like, group_mask, scores, statistics_dtype
+from posjax.attention.logits import capped, group_mask, scores, statistics_dtype
 from posjax.attention.online import OnlineSoftmax
 from posjax.attention.rows import Rows
 from posjax.attention.tiles import pad

@@ -1,16 +1,12 @@
 """What all backends compute from a tile of queries and keys: scores, biases, caps, masks, decay and their products."""
 
 import math
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._checks import check
-from posjax._lowered import vary, varying
-from posjax._numbers import align_ranks, at_least_float32, is_number
+from posjax._numbers import align_ranks, at_least_float32
 from posjax.bias import Bias
 from posjax.positions import difference
 
@@ -37,34 +33,6 @@ def split_heads(x, heads: tuple[int, ...]):
     if head_axis == math.prod(heads):
         return x.reshape(batch, *heads, tokens, -1)
     return jnp.moveaxis(x.reshape(batch, tokens, *heads, -1), 1, -2)
-
-
-def match_varying(operands):
-    """The operands with every array varying, inside ``shard_map``, over all mesh axes that any of them varies over.
-
-    Numbers stay unchanged. The transpose of this step sums, over the devices, the gradient of a parameter that is the
-    same on all of them, such as a slope.
-    """
-    axes = frozenset().union(*map(varying, jax.tree.leaves(operands)))
-    return jax.tree.map(lambda leaf: leaf if is_number(leaf) else vary(leaf, axes), operands)
-
-
-def full_varying_like(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) -> Array:
-    """A constant that varies over the same mesh axes as ``like``, as a loop's carry must inside ``shard_map``."""
-    return vary(jnp.full(shape, fill, dtype), varying(like))
-
-
-def split_symbolic_zeros(tree: Any) -> tuple[Any, list[bool]]:
-    """The values of the tree that a ``custom_vjp`` rule with symbolic zeros gets, and which gradients are wanted."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
-    return structure.unflatten([leaf.value for leaf in leaves]), [leaf.perturbed for leaf in leaves]
-
-
-def no_gradient(leaf: Array) -> Array | np.ndarray:
-    """The zero cotangent of a leaf, of ``float0`` if it is not differentiable."""
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return full_varying_like(leaf.shape, leaf.dtype, leaf)
-    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def statistics_dtype(x: Array) -> jnp.dtype:

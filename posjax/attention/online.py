@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax.attention.logits import full_varying_like, mix, statistics_dtype
+from posjax._lowered import full_varying_like
+from posjax.attention.logits import mix, statistics_dtype
 from posjax.attention.rows import Rows, finished, normalised
 
 

@@ -68,7 +68,7 @@ class Placement:
         context: the axis over which the sequence is split.
         heads: the axis, or axes, over which query and key heads are split.
         strategy: how queries attend to the keys of other shards: one strategy for all layers; a tuple in order of
-            preference, where each layer uses the first that can split it; or ``"auto"``, which is ``choice.choose`` for
+            preference, where each layer uses the first that can split it; or ``"auto"``, which is ``choose`` for
             each layer. ``"auto"`` always finds a strategy, so it cannot be in a tuple.
         layout: order of the tokens over the shards of ``context``. It must be made for their number, but a contiguous
             layout fits any number.

@@ -15,20 +15,30 @@ from functools import cached_property
 import jax
 
 from posjax._checks import check, check_choice
-from posjax._lowered import PLATFORMS, Derivative, Form, Lowered, mesh_of_types, run, split_by_compiler, zero_tangent
+from posjax._lowered import (
+    PLATFORMS,
+    Derivative,
+    Form,
+    Lowered,
+    match_varying,
+    mesh_of_types,
+    run,
+    split_by_compiler,
+    zero_tangent,
+)
 from posjax.attention import cudnn
-from posjax.attention.backend import Backend, Plain
+from posjax.attention.backend import Backend, JaxBackend
 from posjax.attention.blockwise import TILE_ELEMENTS, blockwise, blockwise_gradients
 from posjax.attention.call import Call
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.custom import has_custom
 from posjax.attention.dense import dense, dense_gradients
-from posjax.attention.logits import match_varying, mix, scores
+from posjax.attention.logits import mix, scores
 from posjax.attention.rows import PerQuery, Rows, mark_for_checkpoint
 from posjax.attention.tpu.backend import TPU
 from posjax.bias import ContextualBias
 
-BACKENDS = {"dense": Plain(dense, dense_gradients), "blockwise": Plain(blockwise, blockwise_gradients)}
+BACKENDS = {"dense": JaxBackend(dense, dense_gradients), "blockwise": JaxBackend(blockwise, blockwise_gradients)}
 """Backends that support every call and run on every platform."""
 KERNELS = {"tpu": ("tpu", TPU())}
 """Packages of kernels by name: the platform that they run on, and the backend."""

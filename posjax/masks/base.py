@@ -105,7 +105,9 @@ def as_mask(mask: "Mask | Array") -> Mask:
     write = f": write {mask.__name__}(...)" if isinstance(mask, type) else ""
     check(is_array, f"mask must be a posjax.masks.Mask or a boolean array, found {describe(mask)}{write}")
     wanted = "mask must be boolean, true where a query may see a key"
-    check(mask.dtype == jnp.bool_, f"{wanted}; found an array of {mask.dtype}: convert it with mask != 0")
+    is_additive = jnp.issubdtype(mask.dtype, jnp.floating)
+    remedy = "pass numbers that are added to logits as bias=" if is_additive else "convert it with mask != 0"
+    check(mask.dtype == jnp.bool_, f"{wanted}; found an array of {mask.dtype}: {remedy}")
     return ArrayMask(ArrayMask.with_four_axes(mask))
 
 

@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
         inputs = self._layer_inputs(tokens, positions, segment_ids, length, coordinates)
         places = inputs.positions
         if isinstance(places, Range) and places.is_static and coordinates is None:
-            check_reach(self.config.layers.embedding, "tokens", places.start + places.length)
+            check_reach(self.config.layers.reach, "tokens", places.start + places.length)
         x = self._embed(tokens, inputs)
         for stack in self.stacks:
             x = self._run(stack, x, inputs)

@@ -16,7 +16,7 @@ from posjax._slots import Features, check_registered
 from posjax.absolute import Embedding
 from posjax.bias import BiasSpec
 from posjax.linear import LinearKernel, Performer
-from posjax.norms import KeyNorm, Norm
+from posjax.norms import HeadNorm, KeyNorm
 from posjax.remap import Remap
 from posjax.scales import Scale, YaRNTemperature
 from posjax.scheme.registry import BASES, check_known, slot
@@ -31,7 +31,7 @@ class Choices:
     """The slots of a ``Scheme``, which describes them; None for an empty slot."""
 
     embedding: Embedding | None = None
-    norm: Norm | None = None
+    norm: HeadNorm | None = None
     features: Features | None = None
     scale: Scale | None = None
     bias: BiasSpec | None = None
@@ -45,6 +45,11 @@ class Choices:
     def feature_map_or_identity(self) -> Features:
         """The features; the plain projections if there are none."""
         return _PLAIN if self.features is None else self.features
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions the embedding encodes, from 0; None if it encodes all, and without an embedding."""
+        return None if self.embedding is None else self.embedding.reach
 
     @property
     def reads_length(self) -> bool:
@@ -196,7 +201,7 @@ def _check_contextual(scheme: Choices) -> None:
 
 
 def _check_positions(scheme: Choices) -> None:
-    longest, table = (None if spec is None else spec.reach for spec in (scheme.training_positions, scheme.embedding))
+    longest, table = scheme.training_positions.reach, scheme.reach
     drawn = f"training_positions: ids below {longest}"
     fits = longest is None or table is None or longest <= table
     check(fits, f"{drawn} are drawn, but the learned embedding is shorter; make it longer")
@@ -257,9 +262,8 @@ def check_direction(scheme: Choices, causal: bool) -> None:
         check(one_sided is None, f"{name}: {kind} is for causal attention; {remedy or 'use another method'}")
 
 
-def check_reach(embedding: Embedding | None, name: str, tokens: int) -> None:
-    """Raises ValueError for rows of more tokens than a learned embedding has positions; beyond them it gives NaN."""
-    reach = None if embedding is None else embedding.reach
+def check_reach(reach: int | None, name: str, tokens: int) -> None:
+    """Raises ValueError for rows of more tokens than the ``reach`` of a scheme; beyond it an embedding gives NaN."""
     check(
         reach is None or tokens <= reach,
         f"{name}: rows of {tokens} tokens, but the scheme's embedding has {reach} positions; use rows of at most "

@@ -64,6 +64,11 @@ class Layers:
         return self.kinds[0].embedding
 
     @property
+    def reach(self) -> int | None:
+        """How many positions the embedding encodes; see ``Scheme.reach``."""
+        return self.kinds[0].reach
+
+    @property
     def training_positions(self):
         """How positions are drawn in training."""
         return self.kinds[0].training_positions

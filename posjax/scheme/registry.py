@@ -105,7 +105,7 @@ BASES: dict[str, type] = {
     "embedding": absolute.Embedding,
     "frequencies": rotary.FrequencyRule,
     "features": Features,
-    "norm": norms.Norm,
+    "norm": norms.HeadNorm,
     "scale": scales.Scale,
     "bias": bias.BiasSpec,
     "mask": masks.Mask,

@@ -309,7 +309,7 @@ class Scheme(Choices):
         """
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         check_counts(batch=batch, capacity=capacity, chunk=chunk, **heads)
-        check_reach(self.embedding, "capacity", capacity)
+        check_reach(self.reach, "capacity", capacity)
         return self._executor.empty(batch, capacity, **heads, chunk=chunk, dtype=dtype)
 
     def decode(

@@ -15,7 +15,7 @@ from attention.test_parts import on_tpu
 from attention.tiles import in_tiles
 
 import posjax as pj
-from posjax.attention.api import finished
+from posjax.attention.api import result_of
 from posjax.attention.call import Call
 from posjax.attention.platform import BACKENDS as EVERYWHERE
 from posjax.attention.platform import computed, everywhere
@@ -82,7 +82,7 @@ def on_call(backend):
         places = Range(0, TOKENS), Range(0, TOKENS)
         bias = SPEC.bind({"table": table}, num_heads=1)
         q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
-        return finished(backend(Call(q[:, :, None], k, v, bias, Causal(), *places)), None, True)
+        return result_of(backend(Call(q[:, :, None], k, v, bias, Causal(), *places)), None, True)
 
     return run
 
@@ -185,7 +185,7 @@ def test_a_nan_in_the_gradient_of_padding_reaches_nothing(implementation):
         places = Range(0, TOKENS), Range(0, TOKENS)
         q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
         call = Call(q[:, :, None], k, v, None, options["mask"], *places)
-        return finished(computed(everywhere(on_tpu("TPU v5 lite", False)), call), sinks, False)
+        return result_of(computed(everywhere(on_tpu("TPU v5 lite", False)), call), sinks, False)
 
     def found(d_out):
         return jax.vjp(lambda arrays: run(**arrays), {name: made[name] for name in "qkv"} | {"sinks": sinks})[1](d_out)[

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 from refusals import refused
 
 from posjax import masks
+from posjax._lowered import match_varying
 from posjax._shapes import grouped
-from posjax.attention.api import finished
+from posjax.attention.api import result_of
 from posjax.attention.call import Call, RemappedPair
 from posjax.attention.dense import dense
-from posjax.attention.logits import match_varying
 from posjax.attention.platform import computed, everywhere
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
@@ -210,7 +210,7 @@ def call(case: Case, backend, values: dict, placed: dict) -> tuple:
         softcap=case.softcap,
         **slots,
     )
-    return finished(backend(arguments), values.get("sinks"), True)
+    return result_of(backend(arguments), values.get("sinks"), True)
 
 
 def kernel(case: Case):

@@ -177,7 +177,7 @@ CALLS = [
     ("softcap", lambda: LINEAR.attend(X, X, X, softcap=2.0)),
     ("sinks", lambda: pj.scheme("softmax-plus-one").attend(X, X, X, sinks=np.zeros(2))),
     ("gates", lambda: pj.scheme("fox").attend(X, X, X)),
-    ("stored", lambda: LINEAR.stored({}, X, X, Range(0, 3))),
+    ("cache_entries", lambda: LINEAR.cache_entries({}, X, X, Range(0, 3))),
     # slots that need another model
     ("scale", lambda: ROPE.extend(scale=scales.SSMax())),
     ("bias", lambda: T5.extend(bias=None)),

@@ -80,8 +80,11 @@ def _placed(row: RowLayout, where: dict[str, Array]) -> dict[str, Array]:
 def _check_reach(model: nn.Decoder, length: int) -> None:
     """Raises ValueError for a text that is longer than a learned embedding of positions."""
     layers = model.config.layers
-    reach = getattr(layers.embedding, "reach", length)
-    check(reach >= length or layers.training_positions is not None, f"the model has {reach} learned positions")
+    reach = layers.reach
+    check(
+        reach is None or reach >= length or layers.training_positions is not None,
+        f"the model has {reach} learned positions",
+    )
 
 
 def drawn_in_use(model: nn.Decoder, length: int, seed: int, rows: int) -> PositionSample:
@@ -129,7 +132,7 @@ def cache_for(
     (rows, size), model = prompts.shape, nnx.merge(graph, parameters)
     shards = 1 if mesh is None else mesh.shape["context"]
     even = -(-total // shards) * shards
-    reach = getattr(model.config.layers.embedding, "reach", even)  # slots beyond it would never be used
+    reach = model.config.layers.reach or even  # slots beyond it would never be used
     cache = model.init_cache(rows, min(even, max(total, reach)), chunk=_chunk(size, mesh))
     return cache if mesh is None else jax.lax.with_sharding_constraint(cache, split_cache(cache, mesh))
 

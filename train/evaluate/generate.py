@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
-from posjax.scheme.checks import check_reach
 
 from posjax import nn
 from posjax._checks import check
+from posjax.scheme.choices import check_reach
 from train.checkpoint.restore import config_of, entry_in_stage, restore
 from train.data.tokenizer import Tokenizer, ends_of_text, load_tokenizer
 from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
@@ -151,7 +151,7 @@ def generate(
     entry = entry_in_stage(config.scheme, config, stage)
     total = len(tokens) + sampling.tokens
     model = model.with_scheme(evaluated_scheme(stage, entry, total))
-    check_reach(model.config.layers.embedding, "--tokens, together with those of the prompt", total)
+    check_reach(model.config.layers.reach, "--tokens, together with those of the prompt", total)
     ends = ends_of_text(config.data, tokenizer)
     write(prompt)
     with on(mesh):

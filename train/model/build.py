@@ -134,10 +134,10 @@ def check_vocabulary(config: Config) -> None:
 def _check_reach(config: Config) -> None:
     """Raises ValueError for a table of absolute embeddings that is shorter than the text; beyond its end it is NaN."""
     length, name = config.train.length, config.scheme.name
-    reach = getattr(scheme_of(config).embedding, "reach", length)
+    reach = scheme_of(config).reach
     works = f"train.length={reach}" if name == RELEASED else f"scheme.max_length={length}"
     check(
-        reach >= length,
+        reach is None or reach >= length,
         f"scheme: {name} has {reach} positions, but train.length is {length}; {works} would work",
     )
 

@@ -28,17 +28,10 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from posjax._axes import Names, each
+from posjax._lowered import full_varying_like, no_gradient, split_symbolic_zeros
 from posjax._numbers import is_number
 from posjax.attention.call import Call
-from posjax.attention.logits import (
-    LANES,
-    full_varying_like,
-    merge_heads,
-    no_gradient,
-    split_heads,
-    split_symbolic_zeros,
-    statistics_dtype,
-)
+from posjax.attention.logits import LANES, merge_heads, split_heads, statistics_dtype
 from posjax.attention.platform import Backends, add, backends_of_parts, merge, per_query_of
 from posjax.attention.rows import PerQuery, Rows, mark_for_checkpoint
 from posjax.attention.sharded.line import SequenceSplit

@@ -42,10 +42,10 @@ class TPU(Backend):
         return entry.needs_ranges(call)
 
     def forward(self, call):
-        return entry.attend(*self._ready(call))
+        return entry.forward_rows(*self._ready(call))
 
     def merge(self, call, so_far):
-        return entry.attend(*self._ready(call), so_far)
+        return entry.forward_rows(*self._ready(call), so_far)
 
     def per_query_of(self, call, rows, cotangents):
         summed = partial(entry.row_sums, interpret=self.options.interpret)

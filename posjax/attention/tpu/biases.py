@@ -60,7 +60,7 @@ class KernelBias:
         """The form for a call.
 
         Args:
-            x: the operands, padded.
+            x: the call, padded.
             spare: see ``KernelConfig``.
             reach: queries plus keys of a backward tile.
             ahead: distance of the first query from the first key, for positions that are ranges before padding.

@@ -12,10 +12,11 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 
 from posjax._checks import check
+from posjax._lowered import no_gradient
 from posjax._numbers import is_array_number, rounded_sum
 from posjax.attention.call import Call
 from posjax.attention.formulas import bias_form, dissect, mask_refusal
-from posjax.attention.logits import flat_heads, merge_heads, no_gradient, split_heads
+from posjax.attention.logits import flat_heads, merge_heads, split_heads
 from posjax.attention.rows import PerQuery, Rows
 from posjax.attention.tiles import Blocks, lengthen, lengthened_rows, pad, plan_tiles
 from posjax.attention.tpu.backward import backward
@@ -49,7 +50,7 @@ class Options:
     interpret: Any = False
 
 
-def attend(x: Call, options: Options, so_far: Rows | None = None) -> Rows:
+def forward_rows(x: Call, options: Options, so_far: Rows | None = None) -> Rows:
     """The results for each query.
 
     Args:
