@@ -126,10 +126,8 @@ class Embedding(abc.ABC):
     shift_invariant: ClassVar[bool] = False
     """Whether shifting all positions by one constant changes nothing."""
 
-    @property
-    def reach(self) -> int | None:
-        """How many positions it encodes, from 0; None if it encodes all."""
-        return None
+    reach: int | None = None
+    """How many positions it encodes, from 0; None if it encodes all."""
 
     def init(self, key: Array, model_dim: int) -> dict[str, Array]:
         """Learned parameters, ``{}`` if there are none."""

@@ -43,10 +43,8 @@ class PositionSample(NamedTuple):
 class PositionRule(abc.ABC):
     """The base class of rules. A rule is a frozen, hashable dataclass."""
 
-    @property
-    def reach(self) -> int | None:
-        """The number of ids, from 0, that it draws from; None if that is the length of a row."""
-        return None
+    reach: int | None = None
+    """The number of ids, from 0, that it draws from; None if that is the length of a row."""
 
     @abc.abstractmethod
     def draw(self, key: Key[Array, ""], batch: int, length: int) -> PositionSample:
@@ -200,11 +198,9 @@ class ClexPositions(PositionRule):
         ids = jnp.concatenate([ends[0], inside, ends[1]], axis=1)
         current = factor * self.original_length
         shrink = length // self.original_length
-        return (
-            PositionSample(ids, None, current)
-            if shrink < 2
-            else PositionSample(None, (ids / jnp.float32(shrink))[..., None], current)
-        )
+        if shrink < 2:
+            return PositionSample(ids, None, current)
+        return PositionSample(None, (ids / jnp.float32(shrink))[..., None], current)
 
 
 @dataclass(frozen=True)

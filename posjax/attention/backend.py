@@ -82,5 +82,7 @@ def added(so_far: Call, gradients: Call) -> Call:
     def plus(a, b):
         return None if a is None else a + b.astype(a.dtype)
 
-    gradients = dataclasses.replace(gradients, q_positions=None, kv_positions=None, scale=1.0)
+    # A number of a call is a leaf only where it is an array: a sum that is not wanted is none.
+    softcap = None if so_far.softcap is None else gradients.softcap
+    gradients = dataclasses.replace(gradients, q_positions=None, kv_positions=None, scale=1.0, softcap=softcap)
     return jax.tree.map(plus, so_far, gradients, is_leaf=lambda leaf: leaf is None)

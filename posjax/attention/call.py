@@ -154,6 +154,7 @@ def call_of(
     Raises:
         ValueError: for arguments that do not fit, naming the argument.
     """
+    _check_inside(placement)
     check_shapes(q, k, v)
     check_scale(scale)
     heads = _Heads(placement, q.shape[2])
@@ -219,6 +220,16 @@ class _Heads:
         if ready or (isinstance(bias, Bias) and heads_of(bias) == self.size):
             return bind_bias(bias, self.size)
         return bind_bias(bias, self.all).heads(self.start, self.size)
+
+
+def _check_inside(placement: Placement) -> None:
+    """Raises ValueError for a placement over the axes of the mesh in use, unless a ``shard_map`` over them is open."""
+    mesh = jax.sharding.get_abstract_mesh()
+    check(
+        mesh.empty or not placement.is_open(mesh),
+        f"placement: a Placement is for use inside shard_map over its axes {placement.axes}; enter it with "
+        "posjax.attention.sharded.attend_on_mesh, or pass a PartitionSpec of the queries",
+    )
 
 
 def sinks_of(placement: Placement, sinks, heads: int) -> Float[Array, "heads"] | None:
@@ -288,7 +299,7 @@ def check_scale(scale, name: str = "scale") -> None:
 
 
 def check_masks(q, k, *given: Mask | None) -> None:
-    """Raises ValueError for masks that do not fit a call; called before a mesh splits batch and heads."""
+    """Raises ValueError for masks that do not fit a call; before a mesh splits batch and heads, and inside it."""
     for mask in given:
         if mask is None:
             continue

@@ -31,7 +31,7 @@ def check_custom(slots: Sequence[Bias | Mask | None], q, k, positions: tuple[Pos
         ValueError: for a class that JAX does not know, or a tile of another shape or dtype, naming the class.
     """
     check_registered(slots)
-    for part in (part for slot in slots for part in _own_parts(slot)):
+    for part in (part for slot in slots for part in _custom_parts(slot)):
         _check_axes(part.whole if isinstance(part, OfSomeHeads) else part)
         _check_derived(_kind(part))
         _check_part(part, q, k, positions)
@@ -75,19 +75,19 @@ def _kind(part: Any) -> type:
     return type(part.whole if isinstance(part, OfSomeHeads) else part)
 
 
-def _own_parts(slot: OverPairs | None) -> Iterator[OverPairs]:
+def _custom_parts(slot: OverPairs | None) -> Iterator[OverPairs]:
     """The parts of a bias or mask that are from outside the library."""
     if slot is not None and is_custom(slot):
         yield slot
         return
     for leaf in jax.tree.leaves(slot, is_leaf=lambda leaf: leaf is not slot and isinstance(leaf, OverPairs)):
         if isinstance(leaf, OverPairs):
-            yield from _own_parts(leaf)
+            yield from _custom_parts(leaf)
 
 
 def has_custom(*slots: Bias | Mask | None) -> bool:
     """Whether a bias or mask, or a part of one, was written outside the library."""
-    return any(True for slot in slots for _ in _own_parts(slot))
+    return any(True for slot in slots for _ in _custom_parts(slot))
 
 
 def _check_axes(part: OverPairs) -> None:

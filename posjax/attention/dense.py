@@ -32,7 +32,7 @@ def dense(x: Call) -> Rows:
 
 
 def dense_gradients(x: Call, per_query: PerQuery) -> Call:
-    """Gradients of all operands: ``P = exp(z - L)``, ``dz = P (dO V^T - D)``, ``dV = P^T dO``.
+    """The cotangent of a call: ``P = exp(z - L)``, ``dz = P (dO V^T - D)``, ``dV = P^T dO``.
 
     If the keys are only part of a sequence, these are the gradients from this part.
     """

@@ -74,12 +74,12 @@ def mask_refusal(mask: Mask | None) -> str | None:
     if isinstance(mask, OfTokens):
         if any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays):
             return f"{name} holds arrays of floating-point numbers"
-        return _own_refusal(mask, mask.matches) if is_custom(mask) else None
+        return _custom_refusal(mask, mask.matches) if is_custom(mask) else None
     if isinstance(mask, OfSomeHeads) or _differs_between_heads(mask):
         return "the mask differs between heads"
     if jax.tree.leaves(mask) or type(mask).pairs is Mask.pairs:
         return f"{name} must depend only on two positions and Python ints"
-    return _own_refusal(mask, mask.pairs) if is_custom(mask) else None
+    return _custom_refusal(mask, mask.pairs) if is_custom(mask) else None
 
 
 def _differs_between_heads(mask: Mask) -> bool:
@@ -87,7 +87,7 @@ def _differs_between_heads(mask: Mask) -> bool:
     return type(mask).pairs is not Mask.pairs and np.ndim(mask.pairs(position, position)) > 2
 
 
-def _own_refusal(mask: Mask, function: Callable) -> str | None:
+def _custom_refusal(mask: Mask, function: Callable) -> str | None:
     """Why the function of a mask from outside the library cannot be part of a kernel, or None."""
     name = type(mask).__name__
     if type(mask).__hash__ is None:

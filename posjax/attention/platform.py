@@ -211,7 +211,7 @@ class Backends:
     @cached_property
     def effects(self) -> frozenset:
         """The side effects that JAX must know when it traces: those of kernels that are interpreted everywhere."""
-        backends = [self.of(platform) for platform in PLATFORMS]
+        backends = {self.of(platform) for platform in PLATFORMS}
         return frozenset() if self.usual in backends else frozenset.union(*(backend.effects for backend in backends))
 
 

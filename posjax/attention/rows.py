@@ -117,7 +117,7 @@ def plain_per_query_of(
 def mark_for_checkpoint(rows: Sequence[Array]) -> Rows:
     """The results with the checkpoint name ``ATTENDED``.
 
-    The backward pass of a kernel needs only these and its operands. So if a policy of ``jax.checkpoint`` saves this
+    The backward pass of a kernel needs only these and its call. So if a policy of ``jax.checkpoint`` saves this
     name, the forward kernel does not run again.
     """
     return Rows(*(checkpoint_name(array, ATTENDED) for array in rows))

@@ -361,8 +361,8 @@ def _ids(segment_ids: Array | None, phi: Array, state: LinearState | None) -> In
         document = jnp.zeros(wanted[0], jnp.int32) if state is None else jnp.maximum(state.segment, 0)
         return jnp.broadcast_to(document[:, None], wanted)
     fits = jnp.issubdtype(segment_ids.dtype, jnp.integer) and segment_ids.shape == wanted
-    message_part = f"found {segment_ids.dtype} {segment_ids.shape}"
-    check(fits, f"segment_ids must be integers {wanted}, {message_part}")
+    given = f"found {segment_ids.dtype} {segment_ids.shape}"
+    check(fits, f"segment_ids must be integers {wanted}, {given}")
     return segment_ids.astype(jnp.int32)
 
 

@@ -118,10 +118,10 @@ class FrequencyRule:
         """
         inverse_frequencies = self.inverse_frequencies(head_dim)
         if is_custom_class(type(self)):
-            self._check_own(inverse_frequencies, head_dim)
+            self._check_custom(inverse_frequencies, head_dim)
         return exact(inverse_frequencies), self.table_factor
 
-    def _check_own(self, inverse_frequencies: Any, head_dim: int | None) -> None:
+    def _check_custom(self, inverse_frequencies: Any, head_dim: int | None) -> None:
         """Raises ValueError unless a rule from outside the library gave a NumPy array with a number for each pair."""
         name = f"{type(self).__name__}.inverse_frequencies"
         pairs = self.rotary_dim(head_dim) // 2

@@ -42,6 +42,7 @@ class TokenPositions(NamedTuple):
         coordinates: positions for the features, if they differ from ``q_positions`` and ``kv_positions``.
         length: the current length.
         head_dim: size of a head.
+        partition: how the queries are split over the Auto axes of a mesh, outside ``shard_map``.
     """
 
     placement: Placement
@@ -50,6 +51,7 @@ class TokenPositions(NamedTuple):
     coordinates: Array | None
     length: int | Int[Array, "..."] | None
     head_dim: int
+    partition: Partition | None = None
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -169,7 +171,6 @@ class SoftmaxAttention:
         gates: tuple[Float[Array, "batch heads queries"], Float[Array, "batch heads keys"]] | None = None,
         query_scale: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
-        partition: Partition | None = None,
         **options,
     ):
         """Attention on keys and values as returned by ``cache_entries``, with residuals if ``return_residuals``."""
@@ -178,10 +179,9 @@ class SoftmaxAttention:
         check_scale(query_scale, "query_scale")
         heads = where.placement.all_heads(q.shape[2])
         at_q = where.queries(self.scheme.feature_map_or_identity, q)
-        dot_scale = (
-            where.head_dim**-0.5 if query_scale is None else query_scale
-        ) * self.scheme.feature_map_or_identity.softmax_scale
-        scale = self._scale(q, params, where, causal, visible) * dot_scale
+        query_scale = where.head_dim**-0.5 if query_scale is None else query_scale
+        query_scale = query_scale * self.scheme.feature_map_or_identity.softmax_scale
+        scale = self._scale(q, params, where, causal, visible) * query_scale
         q, k, v, remap = self._mapped(q, k, v, params, where)
         terms = options | {
             "bias": bound_bias(self.scheme.bias, params, heads, gates),
@@ -190,7 +190,7 @@ class SoftmaxAttention:
             "decay": self.scheme.feature_map_or_identity.decay(where.head_dim),
         }
         terms |= {"q_positions": where.q_positions, "kv_positions": where.kv_positions}
-        terms |= {"placement": partition if where.placement.is_empty else where.placement}
+        terms |= {"placement": where.partition if where.placement.is_empty else where.placement}
         return self._finished(attention(q, k, v, scale=scale, remap=remap, **terms), params, at_q, where)
 
     def _scale(
@@ -244,9 +244,7 @@ class SoftmaxAttention:
             chunk=chunk,
         )
 
-    def step(
-        self, projected, cache: Cache, params: Params, where: TokenPositions, new: NewTokens, options, partition
-    ) -> tuple:
+    def step(self, projected, cache: Cache, params: Params, where: TokenPositions, new: NewTokens, options) -> tuple:
         """Attention of new tokens over the cache, and the cache with the new tokens."""
         q, k, v = projected
         check(
@@ -259,7 +257,6 @@ class SoftmaxAttention:
             "mask": masks.Segments(new.ids, cache.ids),
             "visible": new.index + 1,
             "gates": None if new.gates is None else (new.gates, cache.gates),
-            "partition": partition,
         }
         where = where._replace(kv_positions=cache.positions)
         return self.attend_cached(q, cache.k, cache.v, params, where, **arguments, **options), cache
@@ -372,7 +369,7 @@ class LinearAttention:
         return out[0] if causal else out
 
     def step(
-        self, projected, cache: LinearState, params: Params, where: TokenPositions, new: NewTokens, options, partition
+        self, projected, cache: LinearState, params: Params, where: TokenPositions, new: NewTokens, options
     ) -> tuple[Array, LinearState]:
         """Attention of new tokens over the state, and the state after them."""
         check_no_logits(**options)

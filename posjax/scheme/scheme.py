@@ -11,14 +11,13 @@ Slots compose freely; slots that do not compose raise ValueError when the scheme
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax import bias, masks
-from posjax._checks import check, check_counts, check_length
+from posjax._checks import check, check_counts, check_length, describe
 from posjax._mesh import explicit_spec, has_explicit, on_auto_axes
 from posjax.attention.call import check_aligned, check_masks
 from posjax.attention.placement import Placement
@@ -270,7 +269,8 @@ class Scheme(Choices):
             q_positions, kv_positions: see ``attention``.
             coordinates: see ``attend``.
             length: the current length, for schemes that read it.
-            placement: see ``attend``; parameters of the features are then those of this device's heads.
+            placement: the ``sharded.Placement`` inside ``shard_map``; see ``attention``. Parameters of the features are
+                then those of this device's heads.
             options: those of ``attention`` (``implementation``, ``softcap``, ``sinks``, ``return_residuals``), and:
 
                 * ``causal``, True when left out: whether a query sees only the keys at or before its position.
@@ -286,6 +286,11 @@ class Scheme(Choices):
             ValueError: as ``attend``, and for linear attention, which stores no keys.
         """
         placement = Placement() if placement is None else placement
+        check(
+            isinstance(placement, Placement),
+            "placement: attend_cached takes a sharded.Placement, inside shard_map; decode and attend take a "
+            f"PartitionSpec too; found {describe(placement)}",
+        )
         where = TokenPositions(placement, q_positions, kv_positions, coordinates, length, head_dim)
         return self._softmax("attend_cached").attend_cached(q, k, v, params, where, **options)
 
@@ -354,10 +359,20 @@ class Scheme(Choices):
         check_length(length)
         valid = jnp.ones_like(index, bool) if valid is None else valid
         positions = index if positions is None else positions
-        where = TokenPositions(
-            Placement(), positions, positions, coordinates, length, self.feature_map_or_identity.head_dim(k.shape[-1])
+        check(
+            not isinstance(placement, Placement),
+            "placement: decode takes the split of the queries, a PartitionSpec or a NamedSharding; inside shard_map "
+            "pass a Placement to attend_cached",
         )
         specs = explicit_spec(q), jax.tree.map(explicit_spec, cache)
-        step = partial(self._executor.step, partition=specs[0] if has_explicit(q) else placement)
+        where = TokenPositions(
+            Placement(),
+            positions,
+            positions,
+            coordinates,
+            length,
+            self.feature_map_or_identity.head_dim(k.shape[-1]),
+            partition=specs[0] if has_explicit(q) else placement,
+        )
         arguments = params or {}, where, NewTokens(index, valid, gates), options
-        return on_auto_axes(step, [q, k, v], cache, *arguments, like=specs)
+        return on_auto_axes(self._executor.step, [q, k, v], cache, *arguments, like=specs)

@@ -142,6 +142,24 @@ def spread_attention(placement: Placement, mesh, q, k, v, rows=None, **options):
     return jax.tree.map(lambda a: np.asarray(layout.restore(jax.device_get(a), 1)), out)
 
 
+def test_gradients_of_some_arguments_of_a_ring():
+    """The soft cap and the scale are arrays that are not learned."""
+    q, k, v = projections(2, 16)
+    options = {"softcap": jnp.float32(3.0), "scale": jnp.full(HEADS, 0.3), "mask": CAUSAL}
+    placement = spread.placement("2x4", "ring", "contiguous")
+
+    def inside(options, projected, _):
+        return attention(*projected, placement=placement, **options)
+
+    def loss(q):
+        return jnp.square(attend_on_mesh(inside, placement, options, [q, k, v], {})).sum()
+
+    with jax.set_mesh(spread.device_mesh("2x4")):
+        gradient = jax.device_get(jax.jit(jax.grad(loss))(q))
+    want = jax.grad(lambda q: jnp.square(attention(q, k, v, **options)).sum())(q)
+    np.testing.assert_allclose(gradient, want, atol=1e-5)
+
+
 def test_a_ring_against_numpy():
     """ALiBi, a soft cap, sinks and packed rows, one logit at a time in float64."""
     rows, length = 4, 16

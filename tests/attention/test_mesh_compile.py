@@ -49,7 +49,7 @@ def by_types(mesh: Mesh, kv_heads: int, scheme: str):
     specs = [spec] + [spec if kv_heads % 2 == 0 else P("data")] * 2
 
     def loss(q, k, v):
-        out = pj.scheme(scheme).attend(q, k, v, **({} if explicit else {"partition": spec}))
+        out = pj.scheme(scheme).attend(q, k, v, **({} if explicit else {"placement": spec}))
         return jnp.square(out.astype(jnp.float32)).sum()
 
     return loss, specs, (4, LOCAL)

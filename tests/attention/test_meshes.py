@@ -13,6 +13,7 @@ from refusals import refused
 
 import posjax as pj
 from posjax import masks
+from posjax.attention.sharded import Placement
 from posjax.remap import Branch
 
 ROWS, TOKENS, HEADS, SIZE = 4, 24, 4, 8
@@ -246,6 +247,7 @@ REFUSALS = [
     ("heads", lambda: on_a_mesh("auto", P(None, None, ("data", "tensor")))),
     ("batch", lambda: on_a_mesh("auto", P(("data", "tensor")))),
     ("placement", lambda: pj.attention(*(inputs()[name] for name in "qkv"), placement=meshes.SPEC)),
+    ("placement", lambda: pj.attention(*(inputs()[name] for name in "qkv"), placement="data")),
 ]
 
 
@@ -256,6 +258,15 @@ def placed_qkv():
 @pytest.mark.parametrize(("name", "refusal"), REFUSALS)
 def test_what_cannot_be_split_is_refused(name, refusal):
     refused(name, refusal)
+
+
+def test_a_placement_outside_shard_map_is_refused():
+    """It would be ignored: nothing has split the arrays."""
+    q, k, v = (inputs()[name] for name in "qkv")
+    placement = Placement(batch=("data",))
+    with jax.set_mesh(meshes.mesh("auto")):
+        for call in (pj.attention, pj.Scheme().attend):
+            refused("placement", lambda call=call: call(q, k, v, placement=placement))
 
 
 def test_a_split_sequence_is_refused_with_what_would_work():

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention.own_methods import LearnedRows
+from jax.sharding import PartitionSpec
 from refusals import refused
 
 import posjax as pj
 from posjax import coca, masks, norms, remap, rotary, scales
+from posjax.attention.sharded import Placement
 from posjax.positions import Range
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.registry import slot
@@ -120,6 +122,17 @@ class Loose:
         return {}
 
 
+def decoded(scheme, placement):
+    cache = scheme.init_cache(1, 4, num_heads=2, num_kv_heads=2, head_dim=X.shape[-1])
+    index = jnp.zeros((1, 1), jnp.int32)
+    return scheme.decode(X[:, :1], X[:, :1], X[:, :1], cache, index=index, length=4, placement=placement)
+
+
+def cached(scheme, placement):
+    at = {"q_positions": Range(0, X.shape[1]), "kv_positions": Range(0, X.shape[1])}
+    return scheme.attend_cached(X, X, X, params={}, head_dim=X.shape[-1], length=4, placement=placement, **at)
+
+
 @dataclasses.dataclass(frozen=True)
 class Unbound(pj.bias.BiasSpec):
     pass
@@ -178,6 +191,8 @@ CALLS = [
     ("sinks", lambda: pj.scheme("softmax-plus-one").attend(X, X, X, sinks=np.zeros(2))),
     ("gates", lambda: pj.scheme("fox").attend(X, X, X)),
     ("cache_entries", lambda: LINEAR.cache_entries({}, X, X, Range(0, 3))),
+    ("placement", lambda: decoded(ROPE, Placement(heads="tensor"))),
+    ("placement", lambda: cached(ROPE, PartitionSpec("data"))),
     # slots that need another model
     ("scale", lambda: ROPE.extend(scale=scales.SSMax())),
     ("bias", lambda: T5.extend(bias=None)),

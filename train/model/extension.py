@@ -193,8 +193,8 @@ def _temperature(rule: FrequencyRule, factor: float) -> dict[str, float]:
     """The temperature option of a YaRN by `factor` that replaces a rule; empty if the rule's temperature is YaRN's
     own."""
     grown = rule.table_factor * yarn_magnitude(factor) / yarn_magnitude(rule.factor)
-    is_custom = math.isclose(grown, yarn_magnitude(factor)) or getattr(rule, "mscale_all_dim", None)
-    return {} if is_custom else {"attention_factor": grown}
+    is_default = math.isclose(grown, yarn_magnitude(factor)) or getattr(rule, "mscale_all_dim", None)
+    return {} if is_default else {"attention_factor": grown}
 
 
 def _fields(rule: FrequencyRule) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def split_of(q, k, v, partition: Partition | None) -> tuple[Mesh | AbstractMesh,
 
 def _mesh(q, k, v, partition: Partition | None) -> Mesh | AbstractMesh | None:
     """The mesh of a call."""
+    known = partition is None or isinstance(partition, NamedSharding | PartitionSpec)
+    check(known, f"placement must be a NamedSharding, a PartitionSpec or a sharded.Placement, found {partition!r}")
     of_arrays = mesh_of(q, k, v)
     if isinstance(partition, NamedSharding):
         fits = of_arrays is None or dict(of_arrays.shape).items() <= dict(partition.mesh.shape).items()
@@ -83,7 +85,6 @@ def _explicit_axes(x) -> tuple[tuple[str, ...], ...]:
 def _partition_axes(partition: Partition | None, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
     """The Auto axes of a mesh that the caller's partition splits each axis of the queries over."""
     spec = PartitionSpec() if partition is None else getattr(partition, "spec", partition)
-    check(isinstance(spec, PartitionSpec), f"placement must be a NamedSharding or PartitionSpec, found {spec!r}")
     check(len(spec) <= 4, f"placement must have at most the axes {_LAYOUT}, found {spec}")
     named = [axes_of(part) for part in spec] + [()] * (4 - len(spec))
     known, auto = mesh.axis_names, mesh.auto_axes

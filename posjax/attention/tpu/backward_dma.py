@@ -87,8 +87,9 @@ def scratch(config: KernelConfig, x: KernelArrays, of_bias: bool) -> list:
 
 
 PENDING = 3
+"""The index in ``QuerySums.choices`` of whether a result is still being written."""
 NOTHING = -1
-"""The index in ``QuerySums.choices`` of whether a result is still being written, and the value of an empty slot."""
+"""The value of an empty slot of ``QuerySums.choices``."""
 
 
 class QuerySums(NamedTuple):

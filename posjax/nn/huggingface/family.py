@@ -246,10 +246,10 @@ def check_same(family: Family, config: DecoderConfig, again: DecoderConfig) -> N
         if field.name in _NOT_COMPARED:
             continue
         ours, theirs = (_comparable(field.name, c) for c in (config, again))
-        our_words, wanted = _difference(ours, theirs)
+        ours_alone, wanted = _difference(ours, theirs)
         check(
             ours == theirs,
-            f"{field.name}: the layout of {family.model_type} cannot store {our_words}, only {wanted}"
+            f"{field.name}: the layout of {family.model_type} cannot store {ours_alone}, only {wanted}"
             f"{f'. {_WRITABLE}' if field.name == 'scheme' else ''}",
         )
 
