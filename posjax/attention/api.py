@@ -155,15 +155,21 @@ def _over_mesh(mesh, placement: Placement, q, k, v, *, bias, mask, scale, remap,
     mask = None if mask is None else as_mask(mask)
     remap = branches(remap)
     check_masks(q, k, mask, *(branch.mask for branch in remap))
-    options |= {"bias": bind_bias(bias, q.shape[2]), "mask": mask, "scale": _with_three_axes(scale)}
-    options |= {"sinks": sinks_of(Placement(), sinks, q.shape[2]), "masks": tuple(branch.mask for branch in remap)}
+    arguments = options | {
+        "bias": bind_bias(bias, q.shape[2]),
+        "mask": mask,
+        "scale": _with_three_axes(scale),
+        "sinks": sinks_of(Placement(), sinks, q.shape[2]),
+        "masks": tuple(branch.mask for branch in remap),
+    }
 
-    def inside(q, k, v, *pairs, masks, **others):
-        branches = zip(pairs[::2], pairs[1::2], masks, strict=True)
-        return attention(q, k, v, remap=[Branch(*branch) for branch in branches], **others)
+    def inside(q, k, v, *features, masks, **others):
+        count = len(masks)
+        remap = tuple(map(Branch, features[:count], features[count:], masks))
+        return attention(q, k, v, remap=remap, **others)
 
-    projected = [q, k, v, *(x for branch in remap for x in (branch.q, branch.k))]
-    return over_mesh(mesh, placement, inside, projected, None, options)
+    features = [*(branch.q for branch in remap), *(branch.k for branch in remap)]
+    return over_mesh(mesh, placement, inside, [q, k, v, *features], None, arguments)
 
 
 def _with_three_axes(scale):

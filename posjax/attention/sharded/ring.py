@@ -285,9 +285,8 @@ class _Half:
             rows = rows._replace(d_lse=jnp.where(jnp.equal(j, 0), rows.d_lse, 0))
 
             def compute(part, pieces):
-                so_far = self.sums(
-                    wanted, [side.unpacked(array) for side, array in zip(sides, pieces, strict=True)], part.run
-                )
+                unpacked = [side.unpacked(array) for side, array in zip(sides, pieces, strict=True)]
+                so_far = self.sums(wanted, unpacked, part.run)
                 of_rows = rows._replace(d_out=outputs.unpacked(rows.d_out))
                 more = jax.tree.leaves(add(self.config.backends, part, of_rows, so_far))
                 return [side.packed(array) for side, array in zip(sides, more, strict=True)]

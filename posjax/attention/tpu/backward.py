@@ -118,10 +118,9 @@ def backward(
 def _kernel(config: KernelConfig, sums_of_bias: int, *refs):
     fields = len(KernelArrays._fields)
     x = KernelArrays(*refs[:fields])
-    dq_ref, dk_ref, dv_ref = refs[fields : fields + 3]
-    refs = refs[fields + 3 :]
-    d_bias = refs[:sums_of_bias]
-    (*sums_ref, buffers, sums, dq, arrived) = refs[sums_of_bias:]
+    dq_ref, dk_ref, dv_ref, *more = refs[fields:]
+    d_bias = tuple(more[:sums_of_bias])
+    *sums_ref, buffers, sums, dq, arrived = more[sums_of_bias:]
     if sums_ref:
         x = x._replace(dq=sums_ref[0])
         dq = dq._replace(result=dq_ref)

@@ -281,10 +281,8 @@ def _rotate_alike(rule: FrequencyRule, other: FrequencyRule, size: int) -> bool:
 
     False for classes from outside the library, which may do more than their frequencies.
     """
-    if is_custom_class(type(rule)) or (rule.table_factor, rule.softmax_scale) != (
-        other.table_factor,
-        other.softmax_scale,
-    ):
+    factors, others = ((each.table_factor, each.softmax_scale) for each in (rule, other))
+    if is_custom_class(type(rule)) or factors != others:
         return False
     return np.allclose(*(each.inverse_frequencies(size) for each in (rule, other)), rtol=1e-12, atol=0)
 
