@@ -109,7 +109,7 @@ CASES = [
         blocks=LARGE,
         **FAR_APART,
     ),
-    with_extra_features("alibi, a bound too high", bias=LEARNED, heads=1, **TOO_HIGH),
+    with_extra_features("alibi, a bound too high", bias=LEARNED, **TOO_HIGH),
 ]
 
 WIDE = [

@@ -161,6 +161,15 @@ def test_a_list_of_frequent_words_is_the_longest_that_fits(frequent, power):
         np.testing.assert_array_equal(counts, wanted[wanted > 0])
 
 
+def test_a_list_of_common_words_gets_another_word_as_soon_as_it_fits():
+    """One token of idle text is the least, so at the first length with another word no more is left."""
+    texts = [prompt(drawn("common_words", n, seed=1, common=2, often=4, seldom=2), BYTES) for n in range(300, 360)]
+    longer = [after for before, after in zip(texts, texts[1:], strict=False) if {*words(after)} > {*words(before)}]
+    assert len(longer) > 2
+    for text in longer:
+        assert text.index("\nList:") - (text.index("\n") + 1) == 1
+
+
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
 def test_a_passkey_is_hidden_in_filler_and_asked_for_once(vocabulary):
     keys = []
