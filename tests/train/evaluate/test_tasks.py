@@ -1,5 +1,6 @@
 """The cases of every task: solved from their text alone by small programs that know nothing of how they were made."""
 
+import itertools
 import re
 from collections import Counter
 
@@ -164,7 +165,7 @@ def test_a_list_of_frequent_words_is_the_longest_that_fits(frequent, power):
 def test_a_list_of_common_words_gets_another_word_as_soon_as_it_fits():
     """One token of idle text is the least, so at the first length with another word no more is left."""
     texts = [prompt(drawn("common_words", n, seed=1, common=2, often=4, seldom=2), BYTES) for n in range(300, 360)]
-    longer = [after for before, after in zip(texts, texts[1:], strict=False) if {*words(after)} > {*words(before)}]
+    longer = [after for before, after in itertools.pairwise(texts) if {*words(after)} > {*words(before)}]
     assert len(longer) > 2
     for text in longer:
         assert text.index("\nList:") - (text.index("\n") + 1) == 1
