@@ -59,6 +59,14 @@ def test_rotary_against_the_definition(pairing, causal, mask):
     np.testing.assert_allclose(half.fraction[:, :2], want.fraction[:, :2], rtol=1e-5)
 
 
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_features_that_do_not_rotate_have_no_part_in_the_anomaly(pairing):
+    """Partial rotary: the first half of a head is a head of its own."""
+    q, k = draw(1, 9, 2, 16), draw(1, 9, 2, 16, seed=1)
+    partly = rotary_anomaly(q, k, rotary.Plain(100.0, partial_rotary_factor=0.5), pairing=pairing)
+    chex.assert_trees_all_equal(partly, rotary_anomaly(q[..., :8], k[..., :8], PLAIN, pairing=pairing))
+
+
 @pytest.mark.parametrize(("variant", "width"), [("strict", 8), ("tied", 4)])
 def test_strict_and_tied_coca_have_no_anomaly_by_construction(variant, width):
     found = coca_anomaly(draw(1, 7, 2, width), draw(1, 7, 1, 4, seed=1), Coca(variant, frequencies=PLAIN))
