@@ -111,11 +111,8 @@ def attention(
             arrays, with the axes of the batch first and those of the heads third. Attention then runs on every device
             inside ``jax.shard_map``. Without a placement the compiler splits everything except the kernels. Explicit
             axes need none: the types of ``q``, ``k`` and ``v`` contain it. Key heads are repeated if the axis of the
-            heads does not divide their number. Inside ``shard_map``: the ``sharded.Placement`` of
-            ``sharded.attend_on_mesh``, which may also split the sequence. Arguments with an axis of tokens then hold
-            the tokens of this device, in the order of ``placement.layout``; a ``Range`` of positions is over the
-            whole sequence, with a known start; ``sinks``, and the head axes of mask, bias and scale, are those of all
-            heads of the model (bias and scale may be those of this device's heads).
+            heads does not divide their number. Inside ``shard_map``: a ``sharded.Placement``, which may also split
+            the sequence; it says what the other arguments are then.
         return_residuals: also return the log-sum-exp of every query, sinks included, float32
             ``[batch, queries, heads]``; for a query that sees no key it is the sink, or minus infinity without one. Its
             gradient is exact, so parts of a longer sequence can be merged; give the sinks to one part only. It is

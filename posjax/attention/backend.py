@@ -6,6 +6,7 @@ takes sums of gradients and adds its own to them: with the weights ``P = exp(z -
 all keys, the gradients of each part are independent. A kernel reads and writes these sums in the same pass over memory.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from posjax.attention.call import Call
 from posjax.attention.rows import PerQuery, Rows, merged, per_query_of
 
 
-class Backend:
+class Backend(abc.ABC):
     """What computes attention. A subclass is hashable: it is part of the key of compiled programs."""
 
     effects: frozenset = frozenset()
@@ -29,9 +30,9 @@ class Backend:
         """Whether the backend supports the bias of a call only if positions are ranges."""
         return False
 
+    @abc.abstractmethod
     def forward(self, call: Call) -> Rows:
         """The results for each query."""
-        raise NotImplementedError
 
     def merge(self, call: Call, so_far: Rows) -> Rows:
         """The results over the keys so far and the keys of ``call``, in the dtype of the statistics."""
@@ -41,16 +42,16 @@ class Backend:
         """The input of the backward pass for each query, from the results and their cotangents."""
         return per_query_of(rows, rows.lse, cotangents)
 
+    @abc.abstractmethod
     def backward(self, call: Call, per_query: PerQuery, *, of_bias: bool) -> Call:
         """The cotangent of the call; without ``of_bias`` that of the bias may be 0."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def add(self, call: Call, per_query: PerQuery, so_far: Call) -> Call:
         """The sums of cotangents so far plus the cotangents from the keys of ``call``.
 
         Sums are None for positions, and where they are not wanted; those of the queries are of scaled queries.
         """
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,6 +63,12 @@ class Sizes(NamedTuple):
 class Placement:
     """How attention is split over the mesh in use (``jax.set_mesh``).
 
+    Inside ``shard_map``, where ``sharded.attend_on_mesh`` calls its function, it is the argument ``placement`` of
+    ``attention`` and of ``Scheme.attend``. Arguments with an axis of tokens then hold the tokens of this device, in
+    the order of ``layout``; a ``Range`` of positions is over the whole sequence, with a known start; ``sinks``, and
+    the head axes of mask, bias and scale, are those of all heads of the model (bias and scale may be those of this
+    device).
+
     Args:
         batch: axes over which the batch is split.
         context: the axis over which the sequence is split.
