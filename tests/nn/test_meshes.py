@@ -11,7 +11,7 @@ import meshes
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import posjax as pj
@@ -181,6 +181,29 @@ def test_decoding_over_any_mesh(name, kind, split):
     chex.assert_shape([first, rest], [(2, 4, 5, decoders.VOCAB), (3, 4, decoders.VOCAB)])
     found = np.concatenate([*np.asarray(first), np.asarray(rest).swapaxes(0, 1)], axis=1)
     meshes.same(found, logits_on_one_device(name)[:, :13], tolerance=5e-5)
+
+
+def test_a_token_is_decoded_by_the_kernel_of_every_device():
+    """Traced for a mesh of TPUs, where attention warns if the compiler would have to split its kernel."""
+    chip = AbstractDevice("TPU v5e", None, "tpu")
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,), abstract_device=chip)
+    sizes = {"vocab_size": 8, "num_layers": 1, "model_dim": 8, "num_heads": 1}
+    config = nn.DecoderConfig(**sizes, scheme=pj.scheme("alibi"), placement=Placement(batch=("data",)))
+    slots = 2**19  # with fewer, attention is dense
+
+    def on_mesh(tree, spec=P()):
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        graph, state = nnx.split(nnx.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0))))
+        cache = jax.eval_shape(lambda: nn.Decoder(config, rngs=nnx.Rngs(0)).init_cache(8, slots))
+
+        def step(state, cache, tokens):
+            return nnx.merge(graph, state).decode(tokens, cache, length=slots)[0]
+
+        tokens = on_mesh(jax.ShapeDtypeStruct((8, 1), jnp.int32), P("data"))
+        jax.jit(step).trace(on_mesh(state), on_mesh(cache), tokens)
 
 
 def test_attention_alone():
