@@ -191,7 +191,7 @@ def test_a_token_is_decoded_by_the_kernel_of_every_device():
     config = nn.DecoderConfig(**sizes, scheme=pj.scheme("alibi"), placement=Placement(batch=("data",)))
     slots = 2**19  # with fewer, attention is dense
 
-    def on_mesh(tree, spec=P()):
+    def on_mesh(tree, spec):
         sharding = NamedSharding(mesh, spec)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
@@ -203,7 +203,7 @@ def test_a_token_is_decoded_by_the_kernel_of_every_device():
             return nnx.merge(graph, state).decode(tokens, cache, length=slots)[0]
 
         tokens = on_mesh(jax.ShapeDtypeStruct((8, 1), jnp.int32), P("data"))
-        jax.jit(step).trace(on_mesh(state), on_mesh(cache), tokens)
+        jax.jit(step).trace(on_mesh(state, P()), on_mesh(cache, P()), tokens)
 
 
 def test_attention_alone():
