@@ -1,6 +1,7 @@
 """Masks and biases in the forms that kernels compute: masks as formulas of two tokens, biases in three forms."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -8,10 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posjax._numbers import LARGEST, is_array_number
 from posjax._slots import OfSomeHeads, is_custom
 from posjax.attention.call import Call
 from posjax.bias import ForgetBias, LinearBias
-from posjax.masks import Mask, OfTokens, Pair
+from posjax.masks import Mask, Not, OfTokens, Pair, traced_sizes
+from posjax.positions import Range
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2)
+"""Logits of kernels are in base 2: ``2^(z log2 e) = e^z``. Gradients with respect to them lack a factor ``ln 2``."""
 
 BiasForm = Literal["none", "linear", "gates", "by distance"]
 
@@ -33,6 +40,59 @@ def bias_form(call: Call) -> BiasForm | None:
     return "by distance" if bias.by_distance and bias.only_adds else None
 
 
+def exact_difference(a, b):
+    """The exact difference of two int32, rounded once to float32: it may leave int32."""
+    high = (a >> 16) - (b >> 16)
+    low = (a & 0xFFFF) - (b & 0xFFFF)
+    return high.astype(jnp.float32) * 65536 + low.astype(jnp.float32)
+
+
+def distance_refusal(call: Call) -> str | None:
+    """Why kernels do not support a bias by distance of a call, or None."""
+    places = call.q_positions, call.kv_positions
+    if not all(isinstance(each, Range) for each in places):
+        return (
+            "a bias by distance needs positions that are ranges (packed documents may share one range: distances "
+            "are the same); use 'blockwise'"
+        )
+    if not all(each.is_static for each in places):
+        return None
+    ahead = call.q_positions.start - call.kv_positions.start
+    if ahead + call.q_positions.length >= 2**31 or ahead - call.kv_positions.length < -(2**31):
+        return "q_positions and kv_positions are 2^31 or more apart, and these distances exceed int32; use 'blockwise'"
+    return None
+
+
+def distance_numbers(call: Call, ahead) -> dict[str, jax.Array]:
+    """The numbers of a bias by distance, for each head and in base 2.
+
+    ``values`` are those at distances ``-keys`` to ``queries - 1``, and ``edges`` those far behind and far ahead.
+    ``ahead`` is the distance of the first query from the first key.
+    """
+    heads = call.q.shape[1] * call.q.shape[2]
+    queries = call.q.shape[3]
+    keys = call.k.shape[2]
+
+    def values(distances):
+        biases = call.bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0]
+        return _in_base_2(jnp.broadcast_to(biases.astype(jnp.float32), (heads, len(distances))))
+
+    distances = ahead + np.arange(queries + keys) - keys
+    edge = call.bias.constant_from or 0
+    if isinstance(ahead, int):
+        # Those of padding may leave int32.
+        distances = np.clip(distances, -LARGEST, LARGEST)
+    return {"values": values(distances), "edges": values(np.array([edge, -edge]))}
+
+
+def _in_base_2(bias):
+    """``bias log2 e``. A finite number stays finite, as an additive mask of the lowest float32 must."""
+    lowest = float(jnp.finfo(jnp.float32).min) / LOG2E * (1 - 1e-6)
+    too_low = (bias < lowest) & (bias > -jnp.inf)
+    # By addition, so that the gradient is that of the product everywhere.
+    return (bias + jax.lax.stop_gradient(jnp.where(too_low, lowest - bias, 0))) * LOG2E
+
+
 @dataclasses.dataclass(frozen=True)
 class OfArrays:
     """A mask of tokens without its arrays; ``kind.matches`` compares the numbers of two tokens."""
@@ -49,7 +109,14 @@ class Joined:
     right: Any
 
 
-Formula = Mask | OfArrays | Joined | None
+@dataclasses.dataclass(frozen=True)
+class Inverted:
+    """The opposite of a formula."""
+
+    formula: Any
+
+
+Formula = Mask | OfArrays | Joined | Inverted | None
 """A mask as static structure, without its arrays."""
 
 
@@ -58,6 +125,9 @@ def dissect(mask: Mask | None) -> tuple[Formula, list, list]:
     if isinstance(mask, Pair):
         (left, *some), (right, *more) = dissect(mask.left), dissect(mask.right)
         return Joined(type(mask), left, right), *(a + b for a, b in zip(some, more, strict=True))
+    if isinstance(mask, Not):
+        formula, *arrays = dissect(mask.mask)
+        return Inverted(formula), *arrays
     if isinstance(mask, OfTokens):
         q, k = mask.arrays
         return OfArrays(type(mask)), [q], [k]
@@ -70,6 +140,8 @@ def mask_refusal(mask: Mask | None) -> str | None:
         return None
     if isinstance(mask, Pair):
         return mask_refusal(mask.left) or mask_refusal(mask.right)
+    if isinstance(mask, Not):
+        return mask_refusal(mask.mask)
     name = type(mask).__name__
     if isinstance(mask, OfTokens):
         if any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays):
@@ -125,6 +197,30 @@ def allowed(formula: Formula, i, j, q_numbers, k_numbers):
     if isinstance(formula, Joined):
         left = allowed(formula.left, i, j, q_numbers, k_numbers)
         return formula.kind.join(left, allowed(formula.right, i, j, q_numbers, k_numbers))
+    if isinstance(formula, Inverted):
+        # In a form that the compilers of all kernels know.
+        return allowed(formula.formula, i, j, q_numbers, k_numbers) ^ True
     if isinstance(formula, OfArrays):
         return formula.kind.matches(next(q_numbers), next(k_numbers))
     return formula.pairs(i, j)
+
+
+def kernel_refusal(call: Call) -> str | None:
+    """Why kernels, which are compiled for one program of fixed sizes, do not support a call, or None."""
+    if not all(isinstance(size, int) for size in call.q.shape):
+        return "a size of the queries is symbolic, and a kernel is compiled for known sizes; use 'blockwise'"
+    if call.decay is not None:
+        return "xPos decays every feature by its own factor within a tile; use 'blockwise'"
+    for mask in call.masks:
+        if traced := traced_sizes(mask):
+            return f"{traced[0]} is an array, and a kernel is compiled for sizes that are Python ints; use 'blockwise'"
+        why = mask_refusal(mask)
+        if why is not None:
+            return f"{why}; use 'blockwise'"
+    if is_array_number(call.softcap):
+        return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"
+    form = bias_form(call)
+    if form is None:
+        name = type(call.bias).__name__
+        return f"{name} is neither a number for each key nor a function of distance only; use 'blockwise'"
+    return distance_refusal(call) if form == "by distance" else None

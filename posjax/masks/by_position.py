@@ -90,7 +90,8 @@ def _at_least(i, j, least):
     distance = i - j
     behind = i >= j
     no_wrap = behind == (distance >= 0)
-    return (no_wrap & (distance >= least)) | (~no_wrap & behind)
+    # `^ True` is `not` in a form that the kernels of all devices compile.
+    return (no_wrap & (distance >= least)) | ((no_wrap ^ True) & behind)
 
 
 def _between(i, j, least, most):

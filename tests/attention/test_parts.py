@@ -14,13 +14,13 @@ from attention.tiles import of_tiles
 from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.call import Call, RemappedPair
+from posjax.attention.formulas import LOG2E
 from posjax.attention.platform import BACKENDS as EVERYWHERE
 from posjax.attention.rows import Rows
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
 from posjax.attention.tpu.backend import TPU
 from posjax.attention.tpu.blocks import TARGETS
-from posjax.attention.tpu.inputs import LOG2E
 from posjax.bias import FoX, LinearBias
 from posjax.masks import Beyond, Causal, Segments
 from posjax.positions import Range

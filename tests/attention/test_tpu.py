@@ -23,6 +23,7 @@ from posjax._shapes import grouped
 from posjax.attention.api import result_of
 from posjax.attention.call import Call, RemappedPair
 from posjax.attention.dense import dense
+from posjax.attention.formulas import LOG2E
 from posjax.attention.platform import computed, everywhere
 from posjax.attention.tiles import Blocks
 from posjax.attention.tpu import entry
@@ -159,7 +160,7 @@ def inputs(case: Case) -> dict:
 
     scaled = normal(case.queries, case.heads, case.size) * 2.0 ** -round(np.log2(case.size) / 2)
     values = {
-        "q": scaled.astype(np.float32) * np.float32(case.size**0.5 / entry.LOG2E),
+        "q": scaled.astype(np.float32) * np.float32(case.size**0.5 / LOG2E),
         "k": normal(case.keys, case.kv_heads, case.size),
         "v": normal(case.keys, case.kv_heads, case.value_size),
     }
@@ -223,11 +224,11 @@ def kernel(case: Case):
     )
 
     def narrow(q):
-        return (q * entry.LOG2E).astype(case.dtype)
+        return (q * LOG2E).astype(case.dtype)
 
     def run(x: Call) -> tuple:
         if case.dtype != np.float32:
-            x = dataclasses.replace(x.with_queries(narrow), scale=1 / entry.LOG2E)
+            x = dataclasses.replace(x.with_queries(narrow), scale=1 / LOG2E)
         return computed(everywhere(TPU(options)), x)
 
     return run

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from posjax._numbers import is_number
 from posjax.attention.backend import Backend, added
 from posjax.attention.call import Call
+from posjax.attention.formulas import LOG2E
 from posjax.attention.rows import per_query_of, plain_per_query_of
 from posjax.attention.tpu import entry
 
@@ -64,17 +65,17 @@ class TPU(Backend):
         sums = (so_far.q, so_far.k, so_far.v)
         if call.remap or any(array is None for array in sums):
             gradients = entry.gradients(_scaled_in_base_2(call), self.options, per_query, of_bias=of_bias)
-            return added(so_far, gradients.with_queries(lambda q: q * entry.LOG2E))
+            return added(so_far, gradients.with_queries(lambda q: q * LOG2E))
         (q, k, v), others = entry.add_gradients(*self._ready(call), per_query, sums, of_bias=of_bias)
         return dataclasses.replace(added(so_far, others), q=q, k=k, v=v)
 
     def _ready(self, call: Call) -> tuple[Call, entry.Options]:
         """The input of the kernels: unscaled queries and the number that scales them, or queries scaled by an array."""
         if is_number(call.scale):
-            return call, dataclasses.replace(self.options, factor=call.scale * entry.LOG2E)
+            return call, dataclasses.replace(self.options, factor=call.scale * LOG2E)
         return _scaled_in_base_2(call), self.options
 
 
 def _scaled_in_base_2(call: Call) -> Call:
     """The queries times ``scale log2 e``; the factor must not be rounded to less than float32."""
-    return call.times(call.scale * entry.LOG2E)
+    return call.times(call.scale * LOG2E)

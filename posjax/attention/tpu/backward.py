@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from posjax.attention.formulas import LN2
 from posjax.attention.rows import PerQuery
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu.backward_dma import (
@@ -51,7 +52,7 @@ from posjax.attention.tpu.dma import (
     wait,
     walk,
 )
-from posjax.attention.tpu.inputs import LN2, Inputs, KernelConfig, product, times_factor, work
+from posjax.attention.tpu.inputs import Inputs, KernelConfig, product, times_factor, work
 from posjax.attention.tpu.tile_lists import tile_of
 
 

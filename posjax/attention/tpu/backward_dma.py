@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posjax.attention.formulas import LN2
 from posjax.attention.rows import PerQuery
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu.dma import Buffers, KernelArrays, Tile, TileRow, at, for_pairs
-from posjax.attention.tpu.inputs import LN2, Inputs, KernelConfig, features_at
+from posjax.attention.tpu.inputs import Inputs, KernelConfig, features_at
 from posjax.attention.tpu.terms import LANES
 from posjax.attention.tpu.tile_lists import choice_of, is_first, is_last, tile_of
 

@@ -9,18 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from posjax._numbers import LARGEST
 from posjax.attention.call import Call
-from posjax.attention.formulas import bias_form
+from posjax.attention.formulas import LN2, LOG2E, bias_form, distance_numbers, exact_difference
 from posjax.attention.tiles import AHEAD, NEAR
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.blocks import target
 from posjax.attention.tpu.dma import BiasArrays, Tile, TileRow
-from posjax.attention.tpu.inputs import LN2, LOG2E, Inputs, KernelConfig
+from posjax.attention.tpu.inputs import Inputs, KernelConfig
 from posjax.attention.tpu.terms import LANES, SUBLANES
 from posjax.masks import hides_ahead
 from posjax.positions import Range, as_array
@@ -227,12 +225,7 @@ class LinearInKey(_DifferenceOfTokens):
 
     in_features: bool
 
-    @staticmethod
-    def minus(a, b):
-        """The exact difference of two int32, rounded once to float32: it may leave int32."""
-        high = (a >> 16) - (b >> 16)
-        low = (a & 0xFFFF) - (b & 0xFFFF)
-        return high.astype(jnp.float32) * 65536 + low.astype(jnp.float32)
+    minus = staticmethod(exact_difference)
 
     @classmethod
     def of(cls, x, spare, reach, ahead):
@@ -369,15 +362,6 @@ class ByDistance(KernelBias):
 
     @staticmethod
     def refusal(x):
-        if not (isinstance(x.q_positions, Range) and isinstance(x.kv_positions, Range)):
-            return (
-                "a bias by distance needs positions that are ranges (packed documents may share one range: distances "
-                "are the same); use 'blockwise'"
-            )
-        if _leaves_int32(x):
-            return (
-                "q_positions and kv_positions are 2^31 or more apart, and these distances exceed int32; use 'blockwise'"
-            )
         if _sums_by_distance(x) > target().vmem // 2:
             return "the gradient of a bias by distance does not fit in fast memory at this length; use 'blockwise'"
         return None
@@ -387,21 +371,8 @@ class ByDistance(KernelBias):
         return cls(_band(x, reach, ahead), x.bias.constant_from)
 
     def numbers(self, x, ahead):
-        """For each head ``values`` at distances ``-keys`` to ``queries - 1``, and ``edges`` far behind and ahead."""
-        heads = x.q.shape[1] * x.q.shape[2]
-        queries = x.q.shape[3]
-        keys = x.k.shape[2]
-
-        def values(distances):
-            biases = x.bias.values(jnp.asarray(distances, jnp.int32), jnp.zeros(1, jnp.int32))[..., 0]
-            return _in_base_2(jnp.broadcast_to(biases.astype(jnp.float32), (heads, len(distances))))
-
-        distances = ahead + np.arange(queries + keys) - keys
-        edge = self.constant_from or 0
-        if isinstance(ahead, int):
-            # Those of padding may leave int32.
-            distances = np.clip(distances, -LARGEST, LARGEST)
-        return {"values": values(distances), "edges": values(np.array([edge, -edge]))}
+        """See ``posjax.attention.formulas.distance_numbers``."""
+        return distance_numbers(x, ahead)
 
     def most(self, x, numbers):
         return jnp.maximum(numbers["values"].max(-1), numbers["edges"].max(-1))
@@ -485,25 +456,9 @@ class ByDistance(KernelBias):
                 row.d_bias[0][row.group_head, first + n] += eight
 
 
-def _in_base_2(bias):
-    """``bias log2 e``. A finite number stays finite, as an additive mask of the lowest float32 must."""
-    lowest = float(jnp.finfo(jnp.float32).min) / LOG2E * (1 - 1e-6)
-    too_low = (bias < lowest) & (bias > -jnp.inf)
-    # By addition, so that the gradient is that of the product everywhere.
-    return (bias + jax.lax.stop_gradient(jnp.where(too_low, lowest - bias, 0))) * LOG2E
-
-
 def _edge(tile: Tile) -> int:
     """Index of the constant of a tile far behind or far ahead."""
     return int(tile.kind.reach == AHEAD)
-
-
-def _leaves_int32(x: Call) -> bool:
-    """Whether distances are known to exceed int32."""
-    if not all(isinstance(p, Range) and p.is_static for p in (x.q_positions, x.kv_positions)):
-        return False
-    offset = x.q_positions.start - x.kv_positions.start
-    return offset + x.q_positions.length >= 2**31 or offset - x.kv_positions.length < -(2**31)
 
 
 # The sum of queries and keys of the largest backward blocks.

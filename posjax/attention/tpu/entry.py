@@ -13,9 +13,9 @@ from jax.custom_batching import sequential_vmap
 
 from posjax._checks import check
 from posjax._lowered import no_gradient
-from posjax._numbers import is_array_number, rounded_sum
+from posjax._numbers import rounded_sum
 from posjax.attention.call import Call
-from posjax.attention.formulas import bias_form, dissect, mask_refusal
+from posjax.attention.formulas import LN2, LOG2E, bias_form, dissect, kernel_refusal
 from posjax.attention.logits import flat_heads, merge_heads, split_heads
 from posjax.attention.rows import PerQuery, Rows
 from posjax.attention.tiles import Blocks, lengthen, lengthened_rows, pad, plan_tiles
@@ -24,10 +24,10 @@ from posjax.attention.tpu.biases import form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.correction import row_sums_of_heads
 from posjax.attention.tpu.forward import forward
-from posjax.attention.tpu.inputs import LN2, LOG2E, Inputs, KernelConfig, Tiling
+from posjax.attention.tpu.inputs import Inputs, KernelConfig, Tiling
 from posjax.attention.tpu.terms import LANES, Pattern
 from posjax.attention.tpu.tile_lists import lists
-from posjax.masks import And, Causal, Chunked, Mask, Segments, Window, traced_sizes
+from posjax.masks import And, Causal, Chunked, Mask, Segments, Window
 from posjax.positions import Range
 
 
@@ -160,26 +160,9 @@ def _transposable(x: Call, options: Options, running: bool) -> tuple[Inputs, Cal
 
 def refusal(x: Call) -> str | None:
     """Why the kernels do not support these calls, or None."""
-    if not all(isinstance(size, int) for size in x.q.shape):
-        return "a size of the queries is symbolic, and a kernel is compiled for known sizes; use 'blockwise'"
-    if x.decay is not None:
-        return "xPos decays every feature by its own factor within a tile; use 'blockwise'"
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q must be bfloat16 or float32, found {x.q.dtype}"
-    for mask in x.masks:
-        if traced := traced_sizes(mask):
-            return f"{traced[0]} is an array, and a kernel is compiled for sizes that are Python ints; use 'blockwise'"
-        why = mask_refusal(mask)
-        if why is not None:
-            return f"{why}; use 'blockwise'"
-    if is_array_number(x.softcap):
-        return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"
-    form = form_of(x)
-    if form is None:
-        return (
-            f"{type(x.bias).__name__} is neither a number for each key nor a function of distance only; use 'blockwise'"
-        )
-    return form.refusal(x)
+    return kernel_refusal(x) or form_of(x).refusal(x)
 
 
 def is_plain(x: Call) -> bool:

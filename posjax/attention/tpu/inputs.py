@@ -6,7 +6,6 @@ read them, so that nothing around a kernel is transposed; if a head does not fil
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +19,6 @@ from posjax.attention.tpu.tile_lists import Lists
 
 GRID = ("parallel", "parallel", "arbitrary")
 """Batch and heads may go to different cores; the rows of tiles of a head run one after the other."""
-
-LOG2E = math.log2(math.e)
-LN2 = math.log(2)
-"""Logits are in base 2: ``2^(z log2 e) = e^z``. Gradients with respect to them lack a factor ``ln 2``."""
-
 
 class Tiling(NamedTuple):
     """The blocks of a kernel, the kinds of tiles that occur in them, and how many rows of tiles a head has."""

@@ -1,0 +1,326 @@
+"""The backward pass in two kernels: one for the gradient of the queries, one for those of keys and values.
+
+From the weights ``P = 2^(S - L)`` and ``D = rowsum(dO * O) - dL`` each tile adds
+
+    dS = P * (dO V^T - D),   dQ += dS K      (a block of queries over tiles of keys)
+    dV += P^T dO,   dK += dS^T Q             (a block of keys over tiles of queries, and over the heads that share it)
+
+(Dao et al., arXiv 2205.14135, appendix B). Each kernel computes the weights again, so there are seven matrix products;
+no sum is shared between blocks, so the results do not depend on the order in which blocks run. The gradient of a bias
+is summed up beside these: that of a number for each key over the queries, that of a slope over the pairs of each query.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from posjax.attention.formulas import LN2
+from posjax.attention.gpu import mosaic
+from posjax.attention.gpu.inputs import Inputs, KernelConfig, Tiling, Walk, own
+from posjax.attention.gpu.ring import PRODUCER_REGISTERS, Ring, Step, keys_at, ring_of_keys, ring_types
+from posjax.attention.gpu.tile import Axis, Tile, axis, numbers_at, vectors_of
+from posjax.attention.tiles import Kind
+
+GROUPS = 2
+"""Warpgroups that compute."""
+_REGISTERS = 232
+_STAGES = 2
+
+
+class OfQueries(NamedTuple):
+    """The inputs of the backward pass for each query.
+
+    Args:
+        d_out: the gradient of the output, ``[batch, queries, heads, value size]``.
+        numbers: float32 ``[batch, heads, 2, queries]``: ``L`` in base 2, without the constant that the bias adds to all
+            logits of the query, and ``D``.
+    """
+
+    d_out: jax.Array
+    numbers: jax.Array
+
+
+def backward_queries(
+    config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tiling, *, wide: bool, of_slopes: bool
+) -> tuple:
+    """The gradient of the queries, in float32 if ``wide``, and of the slope ``sum_j dS (p_j - p_i)`` of each query.
+
+    The second is None unless ``of_slopes``.
+    """
+    arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
+    batch, queries, heads, size = x.q.shape
+    block = mosaic.ROWS_OF_GROUP
+    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
+    features = partial(mosaic.features, dtype=x.q.dtype)
+
+    def kernel(*refs):
+        inputs, rows, lists = structure.unflatten(refs[: len(arrays)])
+        dq, d_slopes, scratch = refs[len(arrays) :]
+        _queries_kernel(config, tiling._replace(lists=lists), inputs, rows, dq, d_slopes, scratch)
+
+    return mosaic.kernel(
+        kernel,
+        out_type=[
+            shape(x.q.shape, jnp.float32 if wide else x.q.dtype),
+            shape((batch, heads, queries), jnp.float32) if of_slopes else None,
+        ],
+        scratch=_Scratch(
+            first=features((GROUPS, block, size)),
+            second=features((GROUPS, block, x.v.shape[-1])),
+            floats=plgpu.SMEM((GROUPS, block), jnp.float32) if of_slopes else None,
+            ready=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
+            ring=ring_of_keys(config, x, stages=_STAGES, tokens=tiling.blocks.k, readers=GROUPS),
+            copy=features((GROUPS, block, tiling.blocks.k)) if config.interpret else None,
+        ),
+        grid={"head": heads, "row": queries // tiling.blocks.q, "batch": batch},
+        groups=GROUPS + 1,
+        name="posjax_attention_backward_queries",
+        interpret=config.interpret,
+    )(*arrays)
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers.
+
+    Args:
+        first: the features of each group's own block: queries, or keys.
+        second: gradients of its outputs, or its values.
+        floats: for a sum of each token of its block, or None.
+        ready: arrived at when both are copied.
+        ring: of the tokens that it walks over.
+        copy: for a factor of a product, in the interpreter.
+    """
+
+    first: Any
+    second: Any
+    floats: Any
+    ready: Any
+    ring: Ring
+    copy: Any
+
+    def of_group(self, group) -> "_Scratch":
+        """The buffers of one group; the ring is common to all."""
+        fields = {name: getattr(self, name) for name in ("first", "second", "floats", "ready", "copy")}
+        return self._replace(**{name: None if each is None else each.at[group] for name, each in fields.items()})
+
+
+def _queries_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, dq_ref, d_slopes_ref, scratch) -> None:
+    batch, head, group = (lax.axis_index(name) for name in ("batch", "head", mosaic.GROUP))
+    row = x.q.shape[1] // tiling.blocks.q - 1 - lax.axis_index("row")
+    walk = Walk.of(tiling.kinds, tiling.lists, batch, row, tiling.blocks.k)
+
+    @pl.when(group < GROUPS)
+    def _():
+        plgpu.set_max_registers(_REGISTERS, action="increase")
+        first = row * tiling.blocks.q + group * mosaic.ROWS_OF_GROUP
+        _of_queries(config, walk, x, rows, dq_ref, d_slopes_ref, scratch.of_group(group), batch, head, first)
+
+    @pl.when(group == GROUPS)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        kv_head = lax.div(head, jnp.int32(config.group))
+
+        def keys(n):
+            return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n), walk.tokens))
+
+        scratch.ring.feed(walk.count, keys, config.interpret)
+
+
+def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, d_slopes_ref, scratch, batch, head, first):
+    """The gradients of 64 queries of one head."""
+    block = mosaic.ROWS_OF_GROUP
+    queries = pl.ds(first, block)
+    ring = scratch.ring
+    plgpu.copy_gmem_to_smem(x.q.at[batch, queries, head], scratch.first, scratch.ready)
+    plgpu.copy_gmem_to_smem(rows.d_out.at[batch, queries, head], scratch.second, scratch.ready)
+    q_axis = axis(config, x, 0, 0, first, numbers_at(x, 0, batch, queries, mosaic.ROWS))
+    lse, correction = (mosaic.load(rows.numbers.at[batch, head, n, queries], mosaic.ROWS) for n in range(2))
+    plgpu.barrier_wait(scratch.ready)
+    shape = (block, walk.tokens)
+
+    def step(dq, kind: Kind, n, d_slope):
+        keys = ring.at(n)
+        place = walk.place(n)
+        ring.wait(0, n)
+        ring.wait(1, n)
+        scores, d_weights = mosaic.products_transposed((scratch.first, keys.first), (scratch.second, keys.second))
+        ring.release(1, n)
+        k_axis = axis(config, x, 1, 1, place, *vectors_of(keys, config, mosaic.COLUMNS))
+        tile = Tile(config, x, batch, head, q_axis, k_axis, shape)
+        logits = tile.logits(scores, kind)
+        d_scores = logits.weights(mosaic.rows(lse, shape)) * (d_weights - mosaic.rows(correction, shape))
+        if d_slopes_ref is not None:
+            d_slope += (d_scores * tile.distances()).sum(axis=1)
+        if logits.slope is not None:
+            d_scores *= logits.slope
+        mosaic.add_product(dq, d_scores.astype(x.k.dtype), keys.first, scratch.copy)
+        plgpu.wgmma_wait(0)
+        ring.release(0, n)
+        return d_slope
+
+    def run(dq):
+        start = None if d_slopes_ref is None else mosaic.full((block,), 0, mosaic.ROWS)
+        d_slope = walk.run(partial(step, dq), start)
+        return dq[...], d_slope
+
+    dq, d_slope = pl.run_scoped(run, mosaic.accumulator((block, x.q.shape[-1])))
+    dq *= config.factor * LN2
+    mosaic.write(dq, dq_ref.at[batch, queries, head], scratch.first)
+    if d_slopes_ref is not None:
+        scratch.floats[...] = d_slope
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(scratch.floats, d_slopes_ref.at[batch, head, queries])
+    plgpu.wait_smem_to_gmem(0)
+
+
+class OfKeys(NamedTuple):
+    """The gradients of keys and values, and of a number of each key, float32 ``[batch, heads, keys]``, or None."""
+
+    k: jax.Array
+    v: jax.Array
+    numbers: jax.Array | None
+
+
+def backward_keys(
+    config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tiling, *, wide: bool, of_numbers: bool
+) -> OfKeys:
+    """The gradients of keys and values, in float32 if ``wide``; and ``-sum_i dS`` for each key if ``of_numbers``."""
+    arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
+    batch, keys, kv_heads, size = x.k.shape
+    value_size = x.v.shape[-1]
+    block = mosaic.ROWS_OF_GROUP
+    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
+    features = partial(mosaic.features, dtype=x.q.dtype)
+    ints = 0 if x.numbers[0] is None else x.numbers[0].shape[1]
+    first, second = ((array.shape[-1], array.dtype) for array in (x.q, rows.d_out))
+
+    def kernel(*refs):
+        inputs, rows, lists = structure.unflatten(refs[: len(arrays)])
+        *results, scratch = refs[len(arrays) :]
+        _keys_kernel(config, tiling._replace(lists=lists), inputs, rows, OfKeys(*results), scratch)
+
+    results = mosaic.kernel(
+        kernel,
+        out_type=[
+            shape(x.k.shape, jnp.float32 if wide else x.k.dtype),
+            shape(x.v.shape, jnp.float32 if wide else x.v.dtype),
+            shape((batch, kv_heads * config.group, keys), jnp.float32) if of_numbers else None,
+        ],
+        scratch=_Scratch(
+            first=features((GROUPS, block, size)),
+            second=features((GROUPS, block, value_size)),
+            floats=plgpu.SMEM((GROUPS, block), jnp.float32) if of_numbers else None,
+            ready=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
+            ring=ring_types(first, second, ints, 2, stages=_STAGES, tokens=tiling.blocks.q, readers=GROUPS),
+            copy=features((GROUPS, block, tiling.blocks.q)) if config.interpret else None,
+        ),
+        grid={"kv_head": kv_heads, "row": keys // tiling.blocks.k, "batch": batch},
+        groups=GROUPS + 1,
+        name="posjax_attention_backward_keys",
+        interpret=config.interpret,
+    )(*arrays)
+    return OfKeys(*results)
+
+
+def _keys_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, results: OfKeys, scratch: _Scratch) -> None:
+    batch, kv_head, row, group = (lax.axis_index(name) for name in ("batch", "kv_head", "row", mosaic.GROUP))
+    walk = Walk.of(tiling.kinds, tiling.lists, batch, row, tiling.blocks.q)
+
+    @pl.when(group < GROUPS)
+    def _():
+        plgpu.set_max_registers(_REGISTERS, action="increase")
+        first = row * tiling.blocks.k + group * mosaic.ROWS_OF_GROUP
+        _of_keys(config, walk, x, results, scratch.of_group(group), batch, kv_head, first)
+
+    @pl.when(group == GROUPS)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        numbers = x.numbers[0]
+
+        def queries(n):
+            head = kv_head * config.group + lax.div(n, walk.count)
+            tokens = pl.ds(walk.place(lax.rem(n, walk.count)), walk.tokens)
+            return Step(
+                x.q.at[batch, tokens, head],
+                rows.d_out.at[batch, tokens, head],
+                None if numbers is None else numbers.at[own(numbers, batch), :, tokens],
+                rows.numbers.at[batch, head, :, tokens],
+            )
+
+        scratch.ring.feed(walk.count * config.group, queries, config.interpret)
+
+
+def _of_keys(config, walk: Walk, x: Inputs, results: OfKeys, scratch: _Scratch, batch, kv_head, first) -> None:
+    """The gradients of 64 keys, from all heads that share them."""
+    block = mosaic.ROWS_OF_GROUP
+    keys = pl.ds(first, block)
+    plgpu.copy_gmem_to_smem(x.k.at[batch, keys, kv_head], scratch.first, scratch.ready)
+    plgpu.copy_gmem_to_smem(x.v.at[batch, keys, kv_head], scratch.second, scratch.ready)
+    numbers = numbers_at(x, 1, batch, keys, mosaic.ROWS)
+    plgpu.barrier_wait(scratch.ready)
+
+    def of_head(dk, dv, g, _):
+        head = kv_head * config.group + g
+        of_bias = None
+        if config.bias.of_tokens:
+            gates = x.bias["k"]
+            of_bias = mosaic.load(gates.at[own(gates, batch), head, 0, keys], mosaic.ROWS)
+        k_axis = axis(config, x, 1, 0, first, numbers, of_bias)
+        start = None if results.numbers is None else mosaic.full((block,), 0, mosaic.ROWS)
+        step = partial(_add_queries, config, walk, x, scratch, dk, dv, batch, head, k_axis, g * walk.count)
+        d_numbers = walk.run(step, start)
+        if results.numbers is not None:
+            scratch.floats[...] = d_numbers
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(scratch.floats, results.numbers.at[batch, head, keys])
+            plgpu.wait_smem_to_gmem(0)
+
+    def run(dk, dv):
+        lax.fori_loop(jnp.int32(0), jnp.int32(config.group), partial(of_head, dk, dv), None)
+        return dk[...], dv[...]
+
+    sizes = x.k.shape[-1], x.v.shape[-1]
+    dk, dv = pl.run_scoped(run, *(mosaic.accumulator((block, size)) for size in sizes))
+    mosaic.write(dk * (config.factor * LN2), results.k.at[batch, keys, kv_head], scratch.first)
+    mosaic.write(dv, results.v.at[batch, keys, kv_head], scratch.second)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _add_queries(config, walk, x, scratch, dk, dv, batch, head, k_axis: Axis, before, kind: Kind, n, d_numbers):
+    """Adds a tile to the gradients of 64 keys; ``before`` steps of the ring came before those of this head."""
+    ring = scratch.ring
+    step = before + n
+    queries = ring.at(step)
+    place = walk.place(n)
+    shape = (mosaic.ROWS_OF_GROUP, walk.tokens)
+    ring.wait(0, step)
+    scores = mosaic.product_transposed(scratch.first, queries.first)
+    ints = () if queries.ints is None else mosaic.load_all(queries.ints, mosaic.COLUMNS)
+    lse, correction = mosaic.load_all(queries.floats, mosaic.COLUMNS)
+    q_axis = axis(config, x, 0, 1, place, ints)
+    logits = Tile(config, x, batch, head, q_axis, k_axis, shape).logits(scores, kind)
+    weights = logits.weights(mosaic.columns(lse, shape))
+    ring.wait(1, step)
+
+    def products(d_weights):
+        plgpu.wgmma(d_weights, scratch.second, queries.second.transpose((1, 0)))
+        mosaic.add_product(dv, weights.astype(x.v.dtype), queries.second, scratch.copy)
+        return mosaic.current(d_weights, 1, config.interpret)
+
+    d_weights = pl.run_scoped(products, mosaic.accumulator(shape))
+    d_scores = weights * (d_weights - mosaic.columns(correction, shape))
+    if d_numbers is not None:
+        d_numbers -= d_scores.sum(axis=1)
+    if logits.slope is not None:
+        d_scores *= logits.slope
+    mosaic.add_product(dk, d_scores.astype(x.q.dtype), queries.first, scratch.copy)
+    plgpu.wgmma_wait(1)
+    ring.release(1, step)
+    plgpu.wgmma_wait(0)
+    ring.release(0, step)
+    return d_numbers

@@ -1,0 +1,151 @@
+"""Biases inside the kernels, one class for each form of ``posjax.attention.formulas``.
+
+A class is derived from ``KernelBias``, overrides what differs from no bias, and stands in ``FORMS``.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from posjax.attention.call import Call
+from posjax.attention.formulas import LOG2E, distance_numbers, exact_difference
+from posjax.attention.gpu import mosaic
+from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, own
+from posjax.attention.gpu.tile import Tile
+from posjax.attention.tiles import BEHIND, NEAR
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelBias:
+    """The base class of the forms. An object is static: the numbers are in ``Inputs.bias``.
+
+    Class attributes:
+        adds: whether the kernels add anything.
+        constant_from: the distance from which it is constant, or None.
+        has_slopes: whether it is a slope for each head times a distance.
+        of_tokens: whether it has a number for each head and token, ``numbers["q"]`` and ``numbers["k"]``.
+    """
+
+    adds = True
+    constant_from = None
+    has_slopes = False
+    of_tokens = False
+
+    @classmethod
+    def of(cls, x: Call) -> "KernelBias":
+        """The form for a call."""
+        return cls()
+
+    def numbers(self, x: Call, ahead) -> dict[str, jax.Array]:
+        """Its numbers, in base 2. ``ahead``: distance of the first query from the first key."""
+        return {}
+
+    def of_queries(self, config: KernelConfig, x: Inputs):
+        """The constant of each query, which no kernel adds, ``[batch or 1, heads, queries]``; or None."""
+
+    def add(self, tile: Tile, reach: str, logits):
+        """The logits plus the bias of a tile, without the constant of each query."""
+        return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class NoBias(KernelBias):
+    """No bias."""
+
+    adds = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearInKey(KernelBias):
+    """``slope (p_j - p_i)``: ALiBi.
+
+    With the position ``o`` of the first query of a block it is ``slope (p_j - o)``, which the kernels add, and a
+    constant of the query, ``slope (o - p_i)``.
+    """
+
+    has_slopes = True
+
+    def numbers(self, x, ahead):
+        """``slopes``, ``[heads]``."""
+        return {"slopes": x.bias.slopes.astype(jnp.float32) * LOG2E}
+
+    def of_queries(self, config, x):
+        if config.ranged[0]:
+            ahead = jnp.arange(x.q.shape[1])[None, None] % BLOCK
+        else:
+            positions = x.numbers[0][:, :1]
+            ahead = exact_difference(positions, jnp.repeat(positions[..., ::BLOCK], BLOCK, axis=-1))
+        return x.bias["slopes"][None, :, None] * -ahead.astype(jnp.float32)
+
+    def add(self, tile, reach, logits):
+        config, x = tile.config, tile.x
+        slope = x.bias["slopes"][tile.head]
+        keys = tile.k
+        if config.ranged[0]:
+            origin = tile.q.start + tile.origin
+        else:
+            positions = x.numbers[0]
+            origin = positions[own(positions, tile.batch), 0, tile.origin]
+        if config.ranged[1]:
+            base = slope * exact_difference(keys.start + keys.index, origin)
+            count = logits.shape[keys.dimension]
+            return logits + keys.repeated(mosaic.line(slope, base, count, keys.layout, config.interpret), logits.shape)
+        return logits + keys.repeated(slope * exact_difference(keys.numbers[0], origin), logits.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gates(KernelBias):
+    """``c_i - c_j`` with ``c`` the sums of the logarithms of forget gates: FoX.
+
+    The kernels add ``c_o - c_j`` with the first query ``o`` of the block; ``c_i - c_o`` is a constant of the query.
+    """
+
+    of_tokens = True
+
+    def numbers(self, x, ahead):
+        """``q``, ``[batch, heads, queries]``, and ``k``, ``[batch, heads, 1, keys]``."""
+        return {"q": x.bias.q_gates * LOG2E, "k": x.bias.kv_gates[:, :, None] * LOG2E}
+
+    def of_queries(self, config, x):
+        gates = x.bias["q"]
+        return gates - jnp.repeat(gates[..., ::BLOCK], BLOCK, axis=-1)
+
+    def add(self, tile, reach, logits):
+        gates = tile.x.bias["q"]
+        origin = gates[own(gates, tile.batch), tile.head, tile.origin]
+        return logits + tile.k.repeated(origin - tile.k.of_bias, logits.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByDistance(KernelBias):
+    """``b(i - j)`` for each head, a vector over all distances between ranges of positions: T5, KERPLE and others.
+
+    Every thread reads the numbers of its pairs. In tiles where the bias is constant one number is added.
+
+    Args:
+        constant_from: see ``KernelBias``.
+    """
+
+    constant_from: int | None
+
+    @classmethod
+    def of(cls, x):
+        return cls(x.bias.constant_from)
+
+    def numbers(self, x, ahead):
+        """``values``, ``[heads, queries + keys]``, at distances ``-keys`` to ``queries - 1``, and ``edges``."""
+        return distance_numbers(x, ahead)
+
+    def add(self, tile, reach, logits):
+        if reach != NEAR:
+            return logits + tile.x.bias["edges"][tile.head, 0 if reach == BEHIND else 1]
+        start = tile.q.index - tile.k.index + tile.x.k.shape[1]
+        values = tile.x.bias["values"]
+        return logits + mosaic.by_distance(
+            values, tile.head, start, logits.shape, tile.transposed, tile.config.interpret
+        )
+
+
+FORMS = {"none": NoBias, "linear": LinearInKey, "gates": Gates, "by distance": ByDistance}
+

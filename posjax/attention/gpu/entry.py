@@ -1,0 +1,223 @@
+"""From a call of attention to the kernels, and from their results back.
+
+A remapped call is computed in parts, one for each pair of features: a part has the mask of the pairs of tokens that its
+features score, so its kernel visits only their tiles. The results are merged, and the gradients are added up.
+"""
+
+import dataclasses
+import operator
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posjax._lowered import no_gradient
+from posjax._numbers import is_number, rounded_sum
+from posjax.attention.call import Call
+from posjax.attention.formulas import LN2, LOG2E, bias_form, dissect
+from posjax.attention.gpu import mosaic
+from posjax.attention.gpu.backward import OfQueries, backward_keys, backward_queries
+from posjax.attention.gpu.biases import FORMS
+from posjax.attention.gpu.forward import Results, forward
+from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, Tiling, rows_of_numbers, tiling
+from posjax.attention.logits import flat_heads
+from posjax.attention.rows import PerQuery, Rows
+from posjax.attention.tiles import Blocks, lengthen, lengthened_rows, pad, plan_tiles
+from posjax.masks import Mask
+from posjax.positions import Range
+
+_UNIT = 32
+"""Sizes of heads are padded to multiples of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How the kernels run.
+
+    Args:
+        interpret: ``plgpu.InterpretGPUParams`` to run without a GPU, or None.
+    """
+
+    interpret: Any = None
+
+
+def effects_of(interpret) -> frozenset:
+    """The side effects of a kernel that is interpreted."""
+
+    def copy(x):
+        def kernel(source, target, _):
+            target[...] = source[...]
+
+        run = mosaic.kernel(
+            kernel,
+            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+            scratch=None,
+            grid={"all": 1},
+            groups=1,
+            name="copy",
+            interpret=interpret,
+        )
+        return run(x)
+
+    return frozenset(jax.make_jaxpr(copy)(jax.ShapeDtypeStruct((128,), jnp.float32)).effects)
+
+
+def forward_rows(x: Call, options: Options, so_far: Rows | None = None) -> Rows:
+    """The results for each query; merged into ``so_far``, those over other keys, in float32."""
+    parts = _parts(x)
+    wide = len(parts) > 1 or so_far is not None
+    prepared = [_prepared(_padded(part), options) for part in parts]
+    results = [_forward(part, *each, wide) for part, each in zip(parts, prepared, strict=True)]
+    constant = _constant(x, *prepared[0])
+    if so_far is not None:
+        top, rest = _plus(so_far.subtracted, so_far.rest * LOG2E, -constant)
+        results.append(Results(so_far.out, top, jnp.where(jnp.isneginf(top), 0, jnp.exp2(rest))))
+    out, top, total = _merged(results)
+    blind = total == 0
+    lse, rest = rounded_sum(top, jnp.log2(jnp.where(blind, 1, total)))
+    subtracted, rest = _plus(jnp.where(blind, -jnp.inf, lse), rest, constant)
+    return Rows(out, subtracted * LN2, rest * LN2, subtracted)
+
+
+def _constant(x: Call, inputs: Inputs, config: KernelConfig):
+    """What the bias adds to all logits of each query, beside what the kernels add; in the layout of ``Rows.lse``."""
+    constant = config.bias.of_queries(config, inputs)
+    if constant is None:
+        return jnp.zeros((), jnp.float32)
+    constant = constant[..., : x.q.shape[3]]
+    return constant.reshape(constant.shape[0], *x.q.shape[1:3], -1)
+
+
+def _plus(lse, rest, constant) -> tuple:
+    """A log-sum-exp in two numbers, as in ``Rows``, plus a constant of each query."""
+    total, lost = rounded_sum(lse, constant)
+    return total, jnp.where(jnp.isneginf(lse), 0, rest + lost)
+
+
+def gradients(x: Call, options: Options, per_query: PerQuery, *, of_bias: bool, wide: bool = False) -> Call:
+    """The cotangent of a call; ``wide``: that of queries, keys and values in float32."""
+    parts = (_gradients(x, n, options, per_query, of_bias, wide) for n in range(len(x.pairs)))
+    return reduce(partial(jax.tree.map, _sum), parts)
+
+
+def _sum(a, b):
+    return a if a.dtype == jax.dtypes.float0 else a + b
+
+
+def _parts(x: Call) -> list[Call]:
+    """For each pair of features the call with the pairs of tokens that these features score."""
+    if not x.remap:
+        return [x]
+    remapped = reduce(operator.or_, (pair.mask for pair in x.remap))
+    first = dataclasses.replace(x, mask=_both(x.mask, ~remapped), remap=())
+    others = (dataclasses.replace(first, q=pair.q, k=pair.k, mask=_both(x.mask, pair.mask)) for pair in x.remap)
+    return [first, *others]
+
+
+def _both(mask: Mask | None, other: Mask) -> Mask:
+    return other if mask is None else mask & other
+
+
+def _merged(results: list[Results]) -> Results:
+    """The results over several sets of keys."""
+    if len(results) == 1:
+        return results[0]
+    # A total of 0 has any maximum.
+    top = reduce(jnp.maximum, (jnp.where(each.total > 0, each.top, -jnp.inf) for each in results))
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    weights = [jnp.where(each.total > 0, jnp.exp2(each.top - top) * each.total, 0) for each in results]
+    total = sum(weights)
+    out = sum(each.out * weight[..., None] for each, weight in zip(results, weights, strict=True))
+    return Results(out / jnp.where(total == 0, 1, total)[..., None], top, total)
+
+
+def _forward(x: Call, inputs: Inputs, config: KernelConfig, wide: bool) -> Results:
+    """The results of a part, in the layouts of ``Rows``."""
+    heads = x.q.shape[1:3]
+    out, *statistics = forward(config, inputs, _tiling(x, config, Blocks(BLOCK, BLOCK)), wide=wide)
+    out = jnp.moveaxis(out, 1, 2)[..., : x.q.shape[3], : x.v.shape[-1]]
+    statistics = (each[..., : x.q.shape[3]] for each in statistics)
+    return Results(*(each.reshape(each.shape[0], *heads, *each.shape[2:]) for each in (out, *statistics)))
+
+
+def _gradients(x: Call, part: int, options: Options, per_query: PerQuery, of_bias: bool, wide: bool) -> Call:
+    """The cotangent of a call from one of its parts."""
+
+    def inputs_of(x: Call):
+        return _prepared(_padded(_parts(x)[part]), options)
+
+    inputs, transpose, config = jax.vjp(inputs_of, x, has_aux=True)
+    x = _parts(x)[part]
+    queries = inputs.q.shape[1]
+    per_query = per_query._replace(lse=per_query.lse - _constant(x, inputs, config))
+    d_out, lse, correction, d_lse = lengthened_rows(per_query, queries)
+    d_out = jnp.moveaxis(lengthen(flat_heads(d_out), inputs.v.shape[-1] - d_out.shape[-1], -1), 1, 2)
+    rows = OfQueries(d_out.astype(x.v.dtype), jnp.stack([flat_heads(lse), flat_heads(correction)], axis=2))
+    dq, of_slopes = backward_queries(
+        config, inputs, rows, _tiling(x, config, Blocks(BLOCK, 64)), wide=wide, of_slopes=of_bias and config.bias.has_slopes
+    )
+    dk, dv, of_keys = backward_keys(
+        config,
+        inputs,
+        rows,
+        _tiling(x, config, Blocks(64, BLOCK), by_keys=True),
+        wide=wide,
+        of_numbers=of_bias and config.bias.of_tokens,
+    )
+    zeros = jax.tree.map(no_gradient, inputs)
+    bias = {}
+    return transpose(zeros._replace(q=dq, k=dk, v=dv, bias=zeros.bias | bias))[0]
+
+
+def _padded(x: Call) -> Call:
+    """The call with whole blocks of tokens."""
+    return pad(x, BLOCK, BLOCK)
+
+
+def _tiling(x: Call, config: KernelConfig, blocks: Blocks, by_keys: bool = False) -> Tiling:
+    """The tiles of a kernel whose rows are blocks of queries, or of keys."""
+    x = _padded(x)
+    plan = plan_tiles(x, blocks, constant_from=config.bias.constant_from, ahead=_ahead(x))
+    return tiling(blocks, plan.transposed if by_keys else plan)
+
+
+def _ahead(x: Call):
+    """The distance of the first query from the first key, if positions are ranges."""
+    places = x.q_positions, x.kv_positions
+    return places[0].start - places[1].start if all(isinstance(each, Range) for each in places) else 0
+
+
+def _prepared(x: Call, options: Options) -> tuple[Inputs, KernelConfig]:
+    """The arrays of a padded call with one pair of features, and its static part."""
+    # Only a positive number can be applied after the maximum of a row.
+    in_kernel = is_number(x.scale) and x.scale > 0
+    if not in_kernel:
+        x = x.scaled
+    formula, *numbers = dissect(x.mask)
+    places = x.q_positions, x.kv_positions
+    ranged = tuple(isinstance(each, Range) for each in places)
+    starts = jnp.stack([jnp.asarray(each.start if isinstance(each, Range) else 0, jnp.int32) for each in places])
+    positions = ([] if isinstance(each, Range) else [each] for each in places)
+    bias = FORMS[bias_form(x)].of(x)
+    config = KernelConfig(
+        group=x.q.shape[2],
+        formula=formula,
+        ranged=ranged,
+        bias=bias,
+        softcap=None if x.softcap is None else x.softcap * LOG2E,
+        factor=(x.scale if in_kernel else 1.0) * LOG2E,
+        interpret=options.interpret,
+    )
+    inputs = Inputs(
+        *(_by_tokens(array) for array in (flat_heads(x.q), x.k, x.v)),
+        starts=starts,
+        numbers=tuple(rows_of_numbers(p + n) for p, n in zip(positions, numbers, strict=True)),
+        bias=bias.numbers(x, _ahead(x)),
+    )
+    return inputs, config
+
+
+def _by_tokens(x):
+    """``[batch, heads, tokens, size]`` as ``[batch, tokens, heads, size]``, the size padded with zeros."""
+    return lengthen(jnp.moveaxis(x, 1, 2), -x.shape[-1] % _UNIT, axis=-1)

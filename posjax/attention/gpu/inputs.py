@@ -1,0 +1,144 @@
+"""The inputs of the kernels: the static description of a call and its arrays.
+
+Arrays of features are ``[batch, tokens, heads, size]``, as projections write and read them, so that nothing around a
+kernel is transposed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posjax.attention.formulas import Formula
+from posjax.attention.tiles import Blocks, Kind, TilePlan, visits
+
+BLOCK = 128
+"""Tokens are padded to multiples of it. Numbers of a bias are relative to the first query of each block."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """The static part of a call.
+
+    Args:
+        group: query heads that share a key head.
+        formula: the mask without its arrays.
+        ranged: whether the positions of the queries and of the keys are ranges.
+        bias: a ``posjax.attention.gpu.biases.KernelBias``.
+        softcap: the soft cap in base 2, or None.
+        factor: the positive factor of the scores, ``log2 e`` included.
+        interpret: how to run without a GPU (``plgpu.InterpretGPUParams``), or None.
+    """
+
+    group: int
+    formula: Formula
+    ranged: tuple[bool, bool]
+    bias: Any
+    softcap: float | None
+    factor: float
+    interpret: Any = None
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, tokens padded to whole blocks.
+
+    Args:
+        q: ``[batch, queries, heads, size]``.
+        k: ``[batch, keys, kv heads, size]``.
+        v: ``[batch, keys, kv heads, value size]``.
+        starts: int32 ``[2]``, the first position of the queries and of the keys if they are ranges.
+        numbers: int32 ``[batch or 1, n, tokens]`` of the queries and of the keys: positions, unless they are a range,
+            and the arrays of masks; None if there are none.
+        bias: numbers of the bias times ``log2 e``: see ``KernelBias.numbers``.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    starts: jax.Array
+    numbers: tuple[jax.Array | None, jax.Array | None]
+    bias: dict[str, jax.Array]
+
+
+class Lists(NamedTuple):
+    """The tiles that a kernel visits, in main memory.
+
+    Args:
+        order: int32 ``[batch or 1, rows, columns]``, the columns to visit in each row of tiles, sorted by kind.
+        ends: int32 ``[batch or 1, rows, kinds]``, where the list of each kind ends.
+    """
+
+    order: jax.Array
+    ends: jax.Array
+
+
+class Tiling(NamedTuple):
+    """The blocks of a kernel, the kinds of tiles that occur, and their lists."""
+
+    blocks: Blocks
+    kinds: tuple[Kind, ...]
+    lists: Lists
+
+
+def tiling(blocks: Blocks, plan: TilePlan) -> Tiling:
+    """The tiling of a kernel whose rows of tiles are the rows of the plan's grid."""
+    each = visits(plan.grid, len(plan.kinds))
+    return Tiling(blocks, plan.kinds, Lists(*(jnp.asarray(array, jnp.int32) for array in each)))
+
+
+def own(array, batch):
+    """The index of a batch row in an array whose batch axis may be 1."""
+    return batch if array.shape[0] > 1 else 0
+
+
+class Walk(NamedTuple):
+    """The tiles of one row, within a kernel.
+
+    Args:
+        kinds: of all tiles.
+        order: the columns to visit.
+        ends: where the list of each kind ends.
+        tokens: of a column.
+    """
+
+    kinds: tuple[Kind, ...]
+    order: Any
+    ends: tuple
+    tokens: int
+
+    @staticmethod
+    def of(kinds: tuple[Kind, ...], lists: Lists, batch, row, tokens: int) -> "Walk":
+        """The walk over a row of tiles whose columns have ``tokens`` tokens."""
+        batch = own(lists.ends, batch)
+        ends = tuple(lists.ends[batch, row, n] for n in range(len(kinds)))
+        return Walk(kinds, lists.order.at[batch, row], ends, tokens)
+
+    @property
+    def count(self):
+        """The number of tiles."""
+        return self.ends[-1]
+
+    def place(self, n):
+        """The first token of the column of the ``n``-th tile."""
+        return self.order[n] * self.tokens
+
+    def run(self, step: Callable, carry):
+        """``carry = step(kind, n, carry)`` for every tile, in order."""
+        first = jnp.int32(0)
+        for kind, stop in zip(self.kinds, self.ends, strict=True):
+            carry = jax.lax.fori_loop(first, stop, partial(step, kind), carry)
+            first = stop
+        return carry
+
+
+def rows_of_numbers(arrays: list) -> jax.Array | None:
+    """Arrays ``[tokens]`` or ``[batch, tokens]`` as int32 ``[batch or 1, n, tokens]``."""
+    if not arrays:
+        return None
+    flat = [jnp.asarray(array, jnp.int32).reshape(-1, np.shape(array)[-1]) for array in arrays]
+    batch = max(array.shape[0] for array in flat)
+    return jnp.stack([jnp.broadcast_to(array, (batch, array.shape[1])) for array in flat], axis=1)

@@ -1,0 +1,136 @@
+"""The ring of buffers in shared memory through which one warpgroup hands the inputs of each tile to the others."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from posjax.attention.gpu import mosaic
+from posjax.attention.gpu.inputs import Inputs, KernelConfig, own
+
+PRODUCER_REGISTERS = 40
+"""Registers that a thread of the copying warpgroup keeps; the others share the rest."""
+
+
+class Step(NamedTuple):
+    """What one step of a walk over tiles reads: views of main memory, or the buffers that hold them.
+
+    Args:
+        first: features ``[tokens, size]``: keys, or queries.
+        second: features ``[tokens, value size]``: values, or gradients of outputs.
+        ints: int32 ``[n, tokens]``, numbers of the tokens, or None.
+        floats: float32 ``[n, tokens]``, or None.
+    """
+
+    first: Any
+    second: Any
+    ints: Any
+    floats: Any
+
+
+class Ring(NamedTuple):
+    """The buffers, with an axis of stages in front, and the barriers of its two halves.
+
+    ``first``, ``ints`` and ``floats`` are handed over together, and ``second`` by itself.
+
+    Args:
+        buffers: in shared memory.
+        ready: arrived at when a stage is filled; one for each half.
+        free: arrived at by every reader when it has read a stage; one for each half.
+    """
+
+    buffers: Step
+    ready: tuple
+    free: tuple
+
+    @property
+    def stages(self) -> int:
+        """How many steps the ring holds."""
+        return self.buffers.first.shape[0]
+
+    def slot(self, n):
+        """The stage of a step."""
+        return lax.rem(n, jnp.int32(self.stages))
+
+    def at(self, n) -> Step:
+        """The buffers of a step."""
+        slot = self.slot(n)
+        return Step(*(None if buffer is None else buffer.at[slot] for buffer in self.buffers))
+
+    def wait(self, half: int, n) -> None:
+        """Waits until a half of a step is ready."""
+        plgpu.barrier_wait(self.ready[half].at[self.slot(n)])
+
+    def release(self, half: int, n) -> None:
+        """Says that this reader has read a half of a step."""
+        plgpu.barrier_arrive(self.free[half].at[self.slot(n)])
+
+    def feed(self, count, step: Callable[[Any], Step], interpret) -> None:
+        """Copies ``count`` steps, each as soon as its stage is free."""
+
+        @pl.loop(jnp.int32(0), count)
+        def _(n):
+            source = step(n)
+            target = self.at(n)
+            slot = self.slot(n)
+            for half, names in enumerate((("first", "ints", "floats"), ("second",))):
+                pl.when(n >= self.stages)(lambda half=half: plgpu.barrier_wait(self.free[half].at[slot]))
+                for name in names:
+                    if getattr(source, name) is not None:
+                        ready = self.ready[half].at[slot]
+                        plgpu.copy_gmem_to_smem(getattr(source, name), getattr(target, name), ready)
+
+        if interpret:
+            # The interpreter wants every arrival to be waited for.
+            for n in range(self.stages):
+
+                @pl.when(n < count)
+                def _(n=n):
+                    for half in range(2):
+                        plgpu.barrier_wait(self.free[half].at[n])
+
+
+def keys_at(config: KernelConfig, x: Inputs, batch, head, kv_head, tokens) -> Step:
+    """What a kernel reads of some keys."""
+    numbers = x.numbers[1]
+    floats = x.bias["k"] if config.bias.of_tokens else None
+    return Step(
+        x.k.at[batch, tokens, kv_head],
+        x.v.at[batch, tokens, kv_head],
+        None if numbers is None else numbers.at[own(numbers, batch), :, tokens],
+        None if floats is None else floats.at[own(floats, batch), head, :, tokens],
+    )
+
+
+def ring_of_keys(config: KernelConfig, x: Inputs, *, stages: int, tokens: int, readers: int) -> Ring:
+    """The types of a ring for the keys of a call."""
+    first, second = ((array.shape[-1], array.dtype) for array in (x.k, x.v))
+    ints = 0 if x.numbers[1] is None else x.numbers[1].shape[1]
+    return ring_types(first, second, ints, int(config.bias.of_tokens), stages=stages, tokens=tokens, readers=readers)
+
+
+def ring_types(first, second, ints, floats, *, stages: int, tokens: int, readers: int) -> Ring:
+    """The types of a ring for arrays of the given dtypes and sizes.
+
+    Args:
+        first: ``(size, dtype)`` of the first features.
+        second: the same for the second ones.
+        ints: how many int32 numbers a token has.
+        floats: how many float32 numbers a token has.
+        stages: of the ring.
+        tokens: of a step.
+        readers: the number of warpgroups that read each step.
+    """
+    buffers = Step(
+        mosaic.features((stages, tokens, first[0]), first[1]),
+        mosaic.features((stages, tokens, second[0]), second[1]),
+        plgpu.SMEM((stages, ints, tokens), jnp.int32) if ints else None,
+        plgpu.SMEM((stages, floats, tokens), jnp.float32) if floats else None,
+    )
+    copies = 1 + (ints > 0) + (floats > 0)
+    ready = tuple(plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages) for arrivals in (copies, 1))
+    free = tuple(plgpu.Barrier(num_arrivals=readers, num_barriers=stages) for _ in range(2))
+    return Ring(buffers, ready, free)
