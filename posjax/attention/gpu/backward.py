@@ -22,36 +22,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from posjax.attention.formulas import LN2
 from posjax.attention.gpu import mosaic
 from posjax.attention.gpu.inputs import Inputs, KernelConfig, Tiling, Walk, own
-from posjax.attention.gpu.ring import PRODUCER_REGISTERS, Ring, Step, keys_at, ring_of_keys, ring_types
+from posjax.attention.gpu.ring import (
+    PRODUCER_REGISTERS,
+    OfQueries,
+    Ring,
+    feed,
+    keys_at,
+    queries_at,
+    ring_of_keys,
+    ring_of_queries,
+)
 from posjax.attention.gpu.tile import Axis, Tile, axis, numbers_at, vectors_of
 from posjax.attention.tiles import Kind
 
 GROUPS = 2
 """Warpgroups that compute."""
 _REGISTERS = 232
-_STAGES = 2
-
-
-class OfQueries(NamedTuple):
-    """The inputs of the backward pass for each query.
-
-    Args:
-        d_out: the gradient of the output, ``[batch, queries, heads, value size]``.
-        numbers: float32 ``[batch, heads, 2, queries]``: ``L`` in base 2, without the constant that the bias adds to all
-            logits of the query, and ``D``.
-    """
-
-    d_out: jax.Array
-    numbers: jax.Array
 
 
 def backward_queries(
-    config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tiling, *, wide: bool, of_slopes: bool
+    config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tiling, *, wide: bool, of_bias: bool
 ) -> tuple:
-    """The gradient of the queries, in float32 if ``wide``, and of the slope ``sum_j dS (p_j - p_i)`` of each query.
+    """The gradient of the queries, in float32 if ``wide``, and with ``of_bias`` the sums of the bias over their pairs.
 
-    The second is None unless ``of_slopes``.
+    The sums, ``KernelBias.sums`` for each query, are float32 ``[batch, heads, n, queries]``, or None.
     """
+    sums = config.bias.sums if of_bias else 0
     arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
     batch, queries, heads, size = x.q.shape
     block = mosaic.ROWS_OF_GROUP
@@ -60,21 +56,21 @@ def backward_queries(
 
     def kernel(*refs):
         inputs, rows, lists = structure.unflatten(refs[: len(arrays)])
-        dq, d_slopes, scratch = refs[len(arrays) :]
-        _queries_kernel(config, tiling._replace(lists=lists), inputs, rows, dq, d_slopes, scratch)
+        *results, scratch = refs[len(arrays) :]
+        _queries_kernel(config, tiling._replace(lists=lists), inputs, rows, *results, scratch)
 
     return mosaic.kernel(
         kernel,
         out_type=[
             shape(x.q.shape, jnp.float32 if wide else x.q.dtype),
-            shape((batch, heads, queries), jnp.float32) if of_slopes else None,
+            shape((batch, heads, sums, queries), jnp.float32) if sums else None,
         ],
         scratch=_Scratch(
             first=features((GROUPS, block, size)),
             second=features((GROUPS, block, x.v.shape[-1])),
-            floats=plgpu.SMEM((GROUPS, block), jnp.float32) if of_slopes else None,
+            floats=plgpu.SMEM((GROUPS, sums, block), jnp.float32) if sums else None,
             ready=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
-            ring=ring_of_keys(config, x, stages=_STAGES, tokens=tiling.blocks.k, readers=GROUPS),
+            ring=ring_of_keys(config, x, tokens=tiling.blocks.k, readers=GROUPS),
             copy=features((GROUPS, block, tiling.blocks.k)) if config.interpret else None,
         ),
         grid={"head": heads, "row": queries // tiling.blocks.q, "batch": batch},
@@ -109,7 +105,7 @@ class _Scratch(NamedTuple):
         return self._replace(**{name: None if each is None else each.at[group] for name, each in fields.items()})
 
 
-def _queries_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, dq_ref, d_slopes_ref, scratch) -> None:
+def _queries_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, dq_ref, sums_ref, scratch) -> None:
     batch, head, group = (lax.axis_index(name) for name in ("batch", "head", mosaic.GROUP))
     row = x.q.shape[1] // tiling.blocks.q - 1 - lax.axis_index("row")
     walk = Walk.of(tiling.kinds, tiling.lists, batch, row, tiling.blocks.k)
@@ -118,7 +114,7 @@ def _queries_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, dq_ref, 
     def _():
         plgpu.set_max_registers(_REGISTERS, action="increase")
         first = row * tiling.blocks.q + group * mosaic.ROWS_OF_GROUP
-        _of_queries(config, walk, x, rows, dq_ref, d_slopes_ref, scratch.of_group(group), batch, head, first)
+        _of_queries(config, walk, x, rows, dq_ref, sums_ref, scratch.of_group(group), batch, head, first)
 
     @pl.when(group == GROUPS)
     def _():
@@ -128,10 +124,10 @@ def _queries_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, dq_ref, 
         def keys(n):
             return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n), walk.tokens))
 
-        scratch.ring.feed(walk.count, keys, config.interpret)
+        feed(walk.count, [(scratch.ring, keys)], config.interpret)
 
 
-def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, d_slopes_ref, scratch, batch, head, first):
+def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, sums_ref, scratch, batch, head, first):
     """The gradients of 64 queries of one head."""
     block = mosaic.ROWS_OF_GROUP
     queries = pl.ds(first, block)
@@ -143,7 +139,7 @@ def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, d_slopes
     plgpu.barrier_wait(scratch.ready)
     shape = (block, walk.tokens)
 
-    def step(dq, kind: Kind, n, d_slope):
+    def step(dq, kind: Kind, n, sums):
         keys = ring.at(n)
         place = walk.place(n)
         ring.wait(0, n)
@@ -154,27 +150,28 @@ def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, d_slopes
         tile = Tile(config, x, batch, head, q_axis, k_axis, shape)
         logits = tile.logits(scores, kind)
         d_scores = logits.weights(mosaic.rows(lse, shape)) * (d_weights - mosaic.rows(correction, shape))
-        if d_slopes_ref is not None:
-            d_slope += (d_scores * tile.distances()).sum(axis=1)
         if logits.slope is not None:
             d_scores *= logits.slope
+        if sums_ref is not None:
+            sums = config.bias.summed(tile, kind.reach, d_scores, sums)
         mosaic.add_product(dq, d_scores.astype(x.k.dtype), keys.first, scratch.copy)
         plgpu.wgmma_wait(0)
         ring.release(0, n)
-        return d_slope
+        return sums
 
     def run(dq):
-        start = None if d_slopes_ref is None else mosaic.full((block,), 0, mosaic.ROWS)
-        d_slope = walk.run(partial(step, dq), start)
-        return dq[...], d_slope
+        number = 0 if sums_ref is None else sums_ref.shape[2]
+        sums = walk.run(partial(step, dq), (mosaic.full((block,), 0, mosaic.ROWS),) * number)
+        return dq[...], sums
 
-    dq, d_slope = pl.run_scoped(run, mosaic.accumulator((block, x.q.shape[-1])))
+    dq, sums = pl.run_scoped(run, mosaic.accumulator((block, x.q.shape[-1])))
     dq *= config.factor * LN2
     mosaic.write(dq, dq_ref.at[batch, queries, head], scratch.first)
-    if d_slopes_ref is not None:
-        scratch.floats[...] = d_slope
+    if sums_ref is not None:
+        for n, each in enumerate(sums):
+            scratch.floats[n] = each
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch.floats, d_slopes_ref.at[batch, head, queries])
+        plgpu.copy_smem_to_gmem(scratch.floats, sums_ref.at[batch, head, :, queries])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -187,17 +184,16 @@ class OfKeys(NamedTuple):
 
 
 def backward_keys(
-    config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tiling, *, wide: bool, of_numbers: bool
+    config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tiling, *, wide: bool, of_bias: bool
 ) -> OfKeys:
-    """The gradients of keys and values, in float32 if ``wide``; and ``-sum_i dS`` for each key if ``of_numbers``."""
+    """The gradients of keys and values, in float32 if ``wide``; and ``-sum_i dS`` for each key if the bias needs it."""
+    of_numbers = of_bias and config.bias.of_tokens
     arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
     batch, keys, kv_heads, size = x.k.shape
     value_size = x.v.shape[-1]
     block = mosaic.ROWS_OF_GROUP
     shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
     features = partial(mosaic.features, dtype=x.q.dtype)
-    ints = 0 if x.numbers[0] is None else x.numbers[0].shape[1]
-    first, second = ((array.shape[-1], array.dtype) for array in (x.q, rows.d_out))
 
     def kernel(*refs):
         inputs, rows, lists = structure.unflatten(refs[: len(arrays)])
@@ -216,7 +212,7 @@ def backward_keys(
             second=features((GROUPS, block, value_size)),
             floats=plgpu.SMEM((GROUPS, block), jnp.float32) if of_numbers else None,
             ready=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
-            ring=ring_types(first, second, ints, 2, stages=_STAGES, tokens=tiling.blocks.q, readers=GROUPS),
+            ring=ring_of_queries(x, rows, tokens=tiling.blocks.q, readers=GROUPS),
             copy=features((GROUPS, block, tiling.blocks.q)) if config.interpret else None,
         ),
         grid={"kv_head": kv_heads, "row": keys // tiling.blocks.k, "batch": batch},
@@ -240,19 +236,12 @@ def _keys_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, results: Of
     @pl.when(group == GROUPS)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        numbers = x.numbers[0]
 
         def queries(n):
             head = kv_head * config.group + lax.div(n, walk.count)
-            tokens = pl.ds(walk.place(lax.rem(n, walk.count)), walk.tokens)
-            return Step(
-                x.q.at[batch, tokens, head],
-                rows.d_out.at[batch, tokens, head],
-                None if numbers is None else numbers.at[own(numbers, batch), :, tokens],
-                rows.numbers.at[batch, head, :, tokens],
-            )
+            return queries_at(x, rows, batch, head, pl.ds(walk.place(lax.rem(n, walk.count)), walk.tokens))
 
-        scratch.ring.feed(walk.count * config.group, queries, config.interpret)
+        feed(walk.count * config.group, [(scratch.ring, queries)], config.interpret)
 
 
 def _of_keys(config, walk: Walk, x: Inputs, results: OfKeys, scratch: _Scratch, batch, kv_head, first) -> None:
@@ -314,10 +303,10 @@ def _add_queries(config, walk, x, scratch, dk, dv, batch, head, k_axis: Axis, be
 
     d_weights = pl.run_scoped(products, mosaic.accumulator(shape))
     d_scores = weights * (d_weights - mosaic.columns(correction, shape))
-    if d_numbers is not None:
-        d_numbers -= d_scores.sum(axis=1)
     if logits.slope is not None:
         d_scores *= logits.slope
+    if d_numbers is not None:
+        d_numbers -= d_scores.sum(axis=1)
     mosaic.add_product(dk, d_scores.astype(x.q.dtype), queries.first, scratch.copy)
     plgpu.wgmma_wait(1)
     ring.release(1, step)

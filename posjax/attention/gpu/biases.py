@@ -4,16 +4,33 @@ A class is derived from ``KernelBias``, overrides what differs from no bias, and
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from posjax.attention.call import Call
-from posjax.attention.formulas import LOG2E, distance_numbers, exact_difference
+from posjax.attention.formulas import LN2, LOG2E, distance_numbers, exact_difference
 from posjax.attention.gpu import mosaic
 from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, own
 from posjax.attention.gpu.tile import Tile
 from posjax.attention.tiles import BEHIND, NEAR
+
+
+class BiasSums(NamedTuple):
+    """Sums of the gradients ``dS`` of the logits in base e, from which that of a bias is computed.
+
+    Args:
+        of_queries: see ``KernelBias.summed``, ``[batch, heads, sums, queries]``, or None.
+        of_keys: ``-sum_i dS`` for each key, ``[batch, heads, keys]``, or None.
+        d_lse: the gradient of the log-sum-exp, which is ``sum_j dS`` for each query, ``[batch, heads, queries]``.
+        by_distance: the sums at distances ``-keys`` to ``queries - 1``, ``[heads, queries + keys]``, or None.
+    """
+
+    of_queries: jax.Array | None
+    of_keys: jax.Array | None
+    d_lse: jax.Array
+    by_distance: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +40,15 @@ class KernelBias:
     Class attributes:
         adds: whether the kernels add anything.
         constant_from: the distance from which it is constant, or None.
-        has_slopes: whether it is a slope for each head times a distance.
+        by_distance: whether it is a number for each distance.
+        sums: how many sums over the pairs of each query its gradient needs.
         of_tokens: whether it has a number for each head and token, ``numbers["q"]`` and ``numbers["k"]``.
     """
 
     adds = True
     constant_from = None
-    has_slopes = False
+    by_distance = False
+    sums = 0
     of_tokens = False
 
     @classmethod
@@ -48,6 +67,14 @@ class KernelBias:
         """The logits plus the bias of a tile, without the constant of each query."""
         return logits
 
+    def summed(self, tile: Tile, reach: str, d_logits, so_far: tuple) -> tuple:
+        """The ``sums`` of each query so far, plus those of a tile."""
+        return so_far
+
+    def gradients(self, x: Inputs, sums: BiasSums) -> dict:
+        """Gradients of ``numbers``."""
+        return {}
+
 
 @dataclasses.dataclass(frozen=True)
 class NoBias(KernelBias):
@@ -64,7 +91,7 @@ class LinearInKey(KernelBias):
     constant of the query, ``slope (o - p_i)``.
     """
 
-    has_slopes = True
+    sums = 1
 
     def numbers(self, x, ahead):
         """``slopes``, ``[heads]``."""
@@ -93,6 +120,12 @@ class LinearInKey(KernelBias):
             return logits + keys.repeated(mosaic.line(slope, base, count, keys.layout, config.interpret), logits.shape)
         return logits + keys.repeated(slope * exact_difference(keys.numbers[0], origin), logits.shape)
 
+    def summed(self, tile, reach, d_logits, so_far):
+        return (so_far[0] + (d_logits * tile.distances()).sum(axis=1),)
+
+    def gradients(self, x, sums):
+        return {"slopes": sums.of_queries.sum((0, 2, 3)) * LN2}
+
 
 @dataclasses.dataclass(frozen=True)
 class Gates(KernelBias):
@@ -116,6 +149,9 @@ class Gates(KernelBias):
         origin = gates[own(gates, tile.batch), tile.head, tile.origin]
         return logits + tile.k.repeated(origin - tile.k.of_bias, logits.shape)
 
+    def gradients(self, x, sums):
+        return {"q": sums.d_lse * LN2, "k": sums.of_keys[:, :, None] * LN2}
+
 
 @dataclasses.dataclass(frozen=True)
 class ByDistance(KernelBias):
@@ -128,6 +164,7 @@ class ByDistance(KernelBias):
     """
 
     constant_from: int | None
+    by_distance = True
 
     @classmethod
     def of(cls, x):
@@ -146,6 +183,21 @@ class ByDistance(KernelBias):
             values, tile.head, start, logits.shape, tile.transposed, tile.config.interpret
         )
 
+    @property
+    def sums(self):
+        """Those of tiles far behind and far ahead."""
+        return 0 if self.constant_from is None else 2
+
+    def summed(self, tile, reach, d_logits, so_far):
+        if reach == NEAR:
+            return so_far
+        behind, ahead = so_far
+        of_tile = d_logits.sum(axis=1)
+        return (behind + of_tile, ahead) if reach == BEHIND else (behind, ahead + of_tile)
+
+    def gradients(self, x, sums):
+        edges = jnp.zeros_like(x.bias["edges"]) if sums.of_queries is None else sums.of_queries.sum((0, 3))
+        return {"values": sums.by_distance * LN2, "edges": edges * LN2}
+
 
 FORMS = {"none": NoBias, "linear": LinearInKey, "gates": Gates, "by distance": ByDistance}
-

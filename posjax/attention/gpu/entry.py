@@ -17,13 +17,15 @@ from posjax._numbers import is_number, rounded_sum
 from posjax.attention.call import Call
 from posjax.attention.formulas import LN2, LOG2E, bias_form, dissect
 from posjax.attention.gpu import mosaic
-from posjax.attention.gpu.backward import OfQueries, backward_keys, backward_queries
-from posjax.attention.gpu.biases import FORMS
+from posjax.attention.gpu.backward import backward_keys, backward_queries
+from posjax.attention.gpu.biases import FORMS, BiasSums
+from posjax.attention.gpu.diagonals import BLOCKS, diagonals, sums_by_distance
 from posjax.attention.gpu.forward import Results, forward
 from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, Tiling, rows_of_numbers, tiling
+from posjax.attention.gpu.ring import OfQueries
 from posjax.attention.logits import flat_heads
 from posjax.attention.rows import PerQuery, Rows
-from posjax.attention.tiles import Blocks, lengthen, lengthened_rows, pad, plan_tiles
+from posjax.attention.tiles import Blocks, TilePlan, lengthen, lengthened_rows, pad, plan_tiles
 from posjax.masks import Mask
 from posjax.positions import Range
 
@@ -154,20 +156,21 @@ def _gradients(x: Call, part: int, options: Options, per_query: PerQuery, of_bia
     d_out, lse, correction, d_lse = lengthened_rows(per_query, queries)
     d_out = jnp.moveaxis(lengthen(flat_heads(d_out), inputs.v.shape[-1] - d_out.shape[-1], -1), 1, 2)
     rows = OfQueries(d_out.astype(x.v.dtype), jnp.stack([flat_heads(lse), flat_heads(correction)], axis=2))
-    dq, of_slopes = backward_queries(
-        config, inputs, rows, _tiling(x, config, Blocks(BLOCK, 64)), wide=wide, of_slopes=of_bias and config.bias.has_slopes
-    )
-    dk, dv, of_keys = backward_keys(
-        config,
-        inputs,
-        rows,
-        _tiling(x, config, Blocks(64, BLOCK), by_keys=True),
-        wide=wide,
-        of_numbers=of_bias and config.bias.of_tokens,
-    )
+    by_queries, by_keys = _tiling(x, config, Blocks(BLOCK, 64)), _tiling(x, config, Blocks(64, BLOCK), by_keys=True)
+    dq, of_queries = backward_queries(config, inputs, rows, by_queries, wide=wide, of_bias=of_bias)
+    dk, dv, of_keys = backward_keys(config, inputs, rows, by_keys, wide=wide, of_bias=of_bias)
     zeros = jax.tree.map(no_gradient, inputs)
-    bias = {}
-    return transpose(zeros._replace(q=dq, k=dk, v=dv, bias=zeros.bias | bias))[0]
+    if of_bias:
+        of_distances = _of_distances(x, inputs, config, rows) if config.bias.by_distance else None
+        sums = BiasSums(of_queries, of_keys, flat_heads(d_lse), of_distances)
+        zeros = zeros._replace(bias=zeros.bias | config.bias.gradients(inputs, sums))
+    return transpose(zeros._replace(q=dq, k=dk, v=dv))[0]
+
+
+def _of_distances(x: Call, inputs: Inputs, config: KernelConfig, rows: OfQueries) -> jax.Array:
+    x = _padded(x)
+    along = diagonals(_plan(x, config, BLOCKS), config.bias.constant_from, _ahead(x))
+    return sums_by_distance(config, inputs, rows, along)
 
 
 def _padded(x: Call) -> Call:
@@ -177,9 +180,12 @@ def _padded(x: Call) -> Call:
 
 def _tiling(x: Call, config: KernelConfig, blocks: Blocks, by_keys: bool = False) -> Tiling:
     """The tiles of a kernel whose rows are blocks of queries, or of keys."""
-    x = _padded(x)
-    plan = plan_tiles(x, blocks, constant_from=config.bias.constant_from, ahead=_ahead(x))
+    plan = _plan(_padded(x), config, blocks)
     return tiling(blocks, plan.transposed if by_keys else plan)
+
+
+def _plan(x: Call, config: KernelConfig, blocks: Blocks) -> TilePlan:
+    return plan_tiles(x, blocks, constant_from=config.bias.constant_from, ahead=_ahead(x))
 
 
 def _ahead(x: Call):

@@ -22,14 +22,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posjax.attention.gpu import mosaic
 from posjax.attention.gpu.inputs import Inputs, KernelConfig, Tiling, Walk
-from posjax.attention.gpu.ring import PRODUCER_REGISTERS, Ring, keys_at, ring_of_keys
+from posjax.attention.gpu.ring import PRODUCER_REGISTERS, Ring, feed, keys_at, ring_of_keys
 from posjax.attention.gpu.tile import Axis, Tile, axis, numbers_at, vectors_of
 from posjax.attention.tiles import Kind
 
 GROUPS = 2
 """Warpgroups that compute."""
 _REGISTERS = 232
-_STAGES = 2
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """Initial running maximum: no finite logit is below it, so that a row without keys needs no special case."""
@@ -93,7 +92,7 @@ def forward(config: KernelConfig, x: Inputs, tiling: Tiling, *, wide: bool) -> R
             statistics=plgpu.SMEM((GROUPS, 2, rows), jnp.float32),
             q_ready=plgpu.Barrier(num_barriers=GROUPS),
             turn=plgpu.Barrier(num_arrivals=GROUPS),
-            ring=ring_of_keys(config, x, stages=_STAGES, tokens=tiling.blocks.k, readers=GROUPS),
+            ring=ring_of_keys(config, x, tokens=tiling.blocks.k, readers=GROUPS),
         ),
         grid={"head": heads, "row": queries // tiling.blocks.q, "batch": batch},
         groups=GROUPS + 1,
@@ -123,7 +122,7 @@ def _kernel(config: KernelConfig, tiling: Tiling, x: Inputs, results: Results, s
         def keys(n):
             return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n), walk.tokens))
 
-        scratch.ring.feed(walk.count, keys, config.interpret)
+        feed(walk.count, [(scratch.ring, keys)], config.interpret)
 
 
 class _Sums(NamedTuple):

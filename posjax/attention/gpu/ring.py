@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -68,29 +69,69 @@ class Ring(NamedTuple):
         """Says that this reader has read a half of a step."""
         plgpu.barrier_arrive(self.free[half].at[self.slot(n)])
 
-    def feed(self, count, step: Callable[[Any], Step], interpret) -> None:
-        """Copies ``count`` steps, each as soon as its stage is free."""
+    def fill(self, n, source: Step) -> None:
+        """Copies a step as soon as its stage is free."""
+        target = self.at(n)
+        slot = self.slot(n)
+        for half, names in enumerate((("first", "ints", "floats"), ("second",))):
+            pl.when(n >= self.stages)(lambda half=half: plgpu.barrier_wait(self.free[half].at[slot]))
+            for name in names:
+                if getattr(source, name) is not None:
+                    plgpu.copy_gmem_to_smem(getattr(source, name), getattr(target, name), self.ready[half].at[slot])
 
-        @pl.loop(jnp.int32(0), count)
-        def _(n):
-            source = step(n)
-            target = self.at(n)
-            slot = self.slot(n)
-            for half, names in enumerate((("first", "ints", "floats"), ("second",))):
-                pl.when(n >= self.stages)(lambda half=half: plgpu.barrier_wait(self.free[half].at[slot]))
-                for name in names:
-                    if getattr(source, name) is not None:
-                        ready = self.ready[half].at[slot]
-                        plgpu.copy_gmem_to_smem(getattr(source, name), getattr(target, name), ready)
+    def drain(self, count) -> None:
+        """Waits until all ``count`` steps are read."""
+        for n in range(self.stages):
 
-        if interpret:
-            # The interpreter wants every arrival to be waited for.
-            for n in range(self.stages):
+            @pl.when(n < count)
+            def _(n=n):
+                for half in range(2):
+                    plgpu.barrier_wait(self.free[half].at[n])
 
-                @pl.when(n < count)
-                def _(n=n):
-                    for half in range(2):
-                        plgpu.barrier_wait(self.free[half].at[n])
+
+def feed(count, rings: list[tuple[Ring, Callable[[Any], Step]]], interpret) -> None:
+    """Copies ``count`` steps to each ring, in turn."""
+
+    @pl.loop(jnp.int32(0), count)
+    def _(n):
+        for ring, step in rings:
+            ring.fill(n, step(n))
+
+    if interpret:
+        # The interpreter wants every arrival to be waited for.
+        for ring, _ in rings:
+            ring.drain(count)
+
+
+class OfQueries(NamedTuple):
+    """The inputs of the backward pass for each query.
+
+    Args:
+        d_out: the gradient of the output, ``[batch, queries, heads, value size]``.
+        numbers: float32 ``[batch, heads, 2, queries]``: ``L`` in base 2, without the constant that the bias adds to all
+            logits of the query, and ``D``.
+    """
+
+    d_out: jax.Array
+    numbers: jax.Array
+
+
+def queries_at(x: Inputs, rows: OfQueries, batch, head, tokens) -> Step:
+    """What a backward kernel reads of some queries."""
+    numbers = x.numbers[0]
+    return Step(
+        x.q.at[batch, tokens, head],
+        rows.d_out.at[batch, tokens, head],
+        None if numbers is None else numbers.at[own(numbers, batch), :, tokens],
+        rows.numbers.at[batch, head, :, tokens],
+    )
+
+
+def ring_of_queries(x: Inputs, rows: OfQueries, *, tokens: int, readers: int) -> Ring:
+    """The types of a ring for the queries of a call, in the backward pass."""
+    first, second = ((array.shape[-1], array.dtype) for array in (x.q, rows.d_out))
+    ints = 0 if x.numbers[0] is None else x.numbers[0].shape[1]
+    return _types(first, second, ints, 2, tokens=tokens, readers=readers)
 
 
 def keys_at(config: KernelConfig, x: Inputs, batch, head, kv_head, tokens) -> Step:
@@ -105,14 +146,14 @@ def keys_at(config: KernelConfig, x: Inputs, batch, head, kv_head, tokens) -> St
     )
 
 
-def ring_of_keys(config: KernelConfig, x: Inputs, *, stages: int, tokens: int, readers: int) -> Ring:
+def ring_of_keys(config: KernelConfig, x: Inputs, *, tokens: int, readers: int) -> Ring:
     """The types of a ring for the keys of a call."""
     first, second = ((array.shape[-1], array.dtype) for array in (x.k, x.v))
     ints = 0 if x.numbers[1] is None else x.numbers[1].shape[1]
-    return ring_types(first, second, ints, int(config.bias.of_tokens), stages=stages, tokens=tokens, readers=readers)
+    return _types(first, second, ints, int(config.bias.of_tokens), tokens=tokens, readers=readers)
 
 
-def ring_types(first, second, ints, floats, *, stages: int, tokens: int, readers: int) -> Ring:
+def _types(first, second, ints: int, floats: int, *, tokens: int, readers: int, stages: int = 2) -> Ring:
     """The types of a ring for arrays of the given dtypes and sizes.
 
     Args:
@@ -120,9 +161,9 @@ def ring_types(first, second, ints, floats, *, stages: int, tokens: int, readers
         second: the same for the second ones.
         ints: how many int32 numbers a token has.
         floats: how many float32 numbers a token has.
-        stages: of the ring.
         tokens: of a step.
         readers: the number of warpgroups that read each step.
+        stages: of the ring.
     """
     buffers = Step(
         mosaic.features((stages, tokens, first[0]), first[1]),

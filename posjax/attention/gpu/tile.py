@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from posjax.attention.formulas import allowed
+from posjax.attention.formulas import allowed, exact_difference
 from posjax.attention.gpu import mosaic
 from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, own
 from posjax.attention.gpu.ring import Step
@@ -85,7 +85,11 @@ class Tile:
 
     def distances(self):
         """``p_j - p_i``, in float32."""
-        return (self.k.positions(self.shape) - self.q.positions(self.shape)).astype(jnp.float32)
+        q, k = self.q, self.k
+        if not (q.ranged and k.ranged):
+            return exact_difference(k.positions(self.shape), q.positions(self.shape))
+        within = mosaic.counted(self.shape, k.dimension) - mosaic.counted(self.shape, q.dimension)
+        return within.astype(jnp.float32) + exact_difference(k.start + k.index, q.start + q.index)
 
     def seen(self):
         """Which pairs the mask allows."""
@@ -133,9 +137,7 @@ class Logits(NamedTuple):
         return jnp.exp2((self.numbers if self.factor is None else self.numbers * self.factor) - subtracted)
 
 
-def axis(
-    config: KernelConfig, x: Inputs, side: int, dimension: int, index, numbers: tuple = (), of_bias=None
-) -> Axis:
+def axis(config: KernelConfig, x: Inputs, side: int, dimension: int, index, numbers: tuple = (), of_bias=None) -> Axis:
     """The axis of the queries (``side`` 0) or the keys (1) of a tile."""
     start = x.starts[side] if config.ranged[side] else None
     return Axis(dimension, index, start, numbers, config.ranged[side], of_bias)

@@ -1,0 +1,180 @@
+"""The gradient of a bias by distance: the gradients of the logits, summed along the diagonals of all tiles.
+
+The tiles on one diagonal of tiles hold the same distances at the same places. So a block of threads walks along such a
+diagonal and adds up ``dS`` tile by tile, in registers; at the end it writes one tile of sums, and the diagonals of
+these few tiles are summed outside. Nothing is added in memory, so the result does not depend on the order of blocks.
+Scores and weights are computed again: two matrix products.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from posjax.attention.gpu import mosaic
+from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, Lists, Tiling, Walk
+from posjax.attention.gpu.ring import (
+    PRODUCER_REGISTERS,
+    OfQueries,
+    Ring,
+    feed,
+    keys_at,
+    queries_at,
+    ring_of_keys,
+    ring_of_queries,
+)
+from posjax.attention.gpu.tile import Tile, axis, vectors_of
+from posjax.attention.tiles import NEAR, Blocks, Kind, TilePlan, visits
+
+GROUPS = 2
+_REGISTERS = 232
+
+BLOCKS = Blocks(BLOCK, 64)
+"""Queries of both groups, and keys."""
+
+
+class Diagonals(NamedTuple):
+    """The diagonals of tiles that are summed.
+
+    Args:
+        tiling: the rows of its lists are diagonals; the columns to visit are blocks of queries.
+        first: the first diagonal: the distance, in blocks of keys, of the first query from the first key of its tiles.
+    """
+
+    tiling: Tiling
+    first: int
+
+    @property
+    def count(self) -> int:
+        """The number of diagonals."""
+        return self.tiling.lists.ends.shape[1]
+
+
+def diagonals(plan: TilePlan, constant_from: int | None, ahead) -> Diagonals:
+    """The diagonals of a plan on which a bias by distance varies."""
+    grid = plan.grid
+    xp = np if isinstance(grid, np.ndarray) else jnp
+    _, rows, columns = grid.shape
+    step = BLOCKS.q // BLOCKS.k
+    which = np.arange(1 - columns, step * (rows - 1) + 1)
+    if constant_from is not None and isinstance(ahead, int):
+        distance = ahead + which * BLOCKS.k
+        near = (distance - BLOCKS.k + 1 < constant_from) & (distance + BLOCKS.q - 1 > -constant_from)
+        which = which[near] if near.any() else which[:1]
+    near = np.array([False, *(kind.reach == NEAR for kind in plan.kinds)])
+    column = step * np.arange(rows) - which[:, None]
+    inside = (column >= 0) & (column < columns)
+    along = grid[:, np.arange(rows), np.clip(column, 0, columns - 1)]
+    along = along * (inside & xp.asarray(near)[along])
+    lists = Lists(*(jnp.asarray(array, jnp.int32) for array in visits(along, len(plan.kinds))))
+    return Diagonals(Tiling(BLOCKS, plan.kinds, lists), int(which[0]))
+
+
+class _Scratch(NamedTuple):
+    """The rings of queries and of keys."""
+
+    queries: Ring
+    keys: Ring
+
+
+def sums_by_distance(config: KernelConfig, x: Inputs, rows: OfQueries, along: Diagonals) -> jax.Array:
+    """``dS`` summed over all pairs of each distance from ``-keys`` to ``queries - 1``, ``[heads, queries + keys]``."""
+    tiling = along.tiling
+    arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
+    batch, _, heads, _ = x.q.shape
+    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
+
+    def kernel(*refs):
+        inputs, rows, lists = structure.unflatten(refs[: len(arrays)])
+        sums, scratch = refs[len(arrays) :]
+        _kernel(config, along._replace(tiling=tiling._replace(lists=lists)), inputs, rows, sums, scratch)
+
+    (sums,) = mosaic.kernel(
+        kernel,
+        out_type=[shape((batch, heads, along.count, *BLOCKS[:2]), jnp.float32)],
+        scratch=_Scratch(
+            ring_of_queries(x, rows, tokens=BLOCKS.q, readers=GROUPS),
+            ring_of_keys(config, x, tokens=BLOCKS.k, readers=GROUPS),
+        ),
+        grid={"head": heads, "diagonal": along.count, "batch": batch},
+        groups=GROUPS + 1,
+        name="posjax_attention_backward_distances",
+        interpret=config.interpret,
+    )(*arrays)
+    return _summed(sums.sum(0), along.first, x.q.shape[1], x.k.shape[1])
+
+
+def _summed(tiles, first: int, queries: int, keys: int):
+    """The sums along the diagonals of tiles of neighbouring diagonals, ``[heads, diagonals, q, k]``."""
+    heads, count, q, k = tiles.shape
+    # Rows of q + k numbers, flattened and cut into rows of one number less, move by one place from row to row.
+    reversed_keys = jnp.pad(tiles[..., ::-1], ((0, 0), (0, 0), (0, 0), (0, q)))
+    skewed = reversed_keys.reshape(heads, count, -1)[..., : q * (q + k - 1)].reshape(heads, count, q, q + k - 1)
+    of_tiles = jnp.pad(skewed.sum(2), ((0, 0), (0, 0), (0, 1)))
+    # The n-th number of a tile is that of the distance n - (k - 1) from that of its first query and first key.
+    parts = (q + k) // k
+    places = jnp.zeros((heads, count + parts - 1, k), jnp.float32)
+    for n in range(parts):
+        places = places.at[:, n : n + count].add(of_tiles.reshape(heads, count, parts, k)[:, :, n])
+    line = places.reshape(heads, -1)
+    start = keys + first * k - (k - 1)
+    whole = jnp.zeros((heads, k + queries + keys + q), jnp.float32)
+    whole = lax.dynamic_update_slice_in_dim(whole, line, start + k, axis=1)
+    return whole[:, k : k + queries + keys]
+
+
+def _kernel(config: KernelConfig, along: Diagonals, x: Inputs, rows: OfQueries, sums_ref, scratch: _Scratch) -> None:
+    batch, head, diagonal, group = (lax.axis_index(name) for name in ("batch", "head", "diagonal", mosaic.GROUP))
+    ahead = (along.first + diagonal) * BLOCKS.k
+    walk = Walk.of(along.tiling.kinds, along.tiling.lists, batch, diagonal, BLOCKS.q)
+
+    @pl.when(group < GROUPS)
+    def _():
+        plgpu.set_max_registers(_REGISTERS, action="increase")
+        start = mosaic.full((mosaic.ROWS_OF_GROUP, BLOCKS.k), 0, mosaic.TILE)
+        sums = walk.run(partial(_plus_tile, config, walk, x, scratch, batch, head, group, ahead), start)
+        sums_ref[batch, head, diagonal, pl.ds(group * mosaic.ROWS_OF_GROUP, mosaic.ROWS_OF_GROUP)] = sums
+
+    @pl.when(group == GROUPS)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        kv_head = lax.div(head, jnp.int32(config.group))
+
+        def queries(n):
+            return queries_at(x, rows, batch, head, pl.ds(walk.place(n), BLOCKS.q))
+
+        def keys(n):
+            return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n) - ahead, BLOCKS.k))
+
+        feed(walk.count, [(scratch.queries, queries), (scratch.keys, keys)], config.interpret)
+
+
+def _plus_tile(config, walk: Walk, x: Inputs, scratch: _Scratch, batch, head, group, ahead, kind: Kind, n, sums):
+    """The sums plus ``dS`` of a tile."""
+    block = mosaic.ROWS_OF_GROUP
+    first = group * block
+    own = pl.ds(first, block)
+    queries = scratch.queries.at(n)
+    keys = scratch.keys.at(n)
+    place = walk.place(n)
+    for ring in scratch:
+        ring.wait(0, n)
+        ring.wait(1, n)
+    products = (queries.first.at[own], keys.first), (queries.second.at[own], keys.second)
+    scores, d_weights = mosaic.products_transposed(*products)
+    ints = () if queries.ints is None else mosaic.load_all(queries.ints.at[:, own], mosaic.ROWS)
+    lse, correction = mosaic.load_all(queries.floats.at[:, own], mosaic.ROWS)
+    q_axis = axis(config, x, 0, 0, place + first, ints)
+    k_axis = axis(config, x, 1, 1, place - ahead, *vectors_of(keys, config, mosaic.COLUMNS))
+    for ring in scratch:
+        ring.release(0, n)
+        ring.release(1, n)
+    logits = Tile(config, x, batch, head, q_axis, k_axis, scores.shape).logits(scores, kind)
+    weights = logits.weights(mosaic.rows(lse, scores.shape))
+    d_scores = weights * (d_weights - mosaic.rows(correction, scores.shape))
+    return sums + (d_scores if logits.slope is None else d_scores * logits.slope)
