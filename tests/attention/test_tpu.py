@@ -10,18 +10,26 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
+from attention.kernels import (
+    TOKENS,
+    Case,
+    as_float64,
+    call,
+    check_case,
+    close,
+    inputs,
+    loss_of,
+    oracle,
+    places,
+)
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from refusals import refused
 
-from posjax import masks
 from posjax._lowered import match_varying
-from posjax._shapes import grouped
-from posjax.attention.api import result_of
-from posjax.attention.call import Call, RemappedPair
+from posjax.attention.call import Call
 from posjax.attention.dense import dense
 from posjax.attention.formulas import LOG2E
 from posjax.attention.platform import computed, everywhere
@@ -31,45 +39,27 @@ from posjax.attention.tpu.backend import TPU
 from posjax.attention.tpu.blocks import TARGETS
 from posjax.bias import FIRE, T5, ALiBi, FoX, Kerple
 from posjax.masks import Beyond, Causal, Chunked, ChunksApart, Dilated, FirstTokens, Segments, Window
-from posjax.positions import Range, as_array, from_segments
-
-TOKENS = 300
-"""Three tiles of 128 along each axis, the last one not full."""
+from posjax.positions import Range, from_segments
 
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 SMALL, LARGE = Blocks(128, 128, 128), Blocks(256, 256, 128)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One call: lengths, heads, slots, and the largest blocks of both kernels."""
+class TPUCase(Case):
+    """A call, and the largest blocks of both kernels."""
 
-    name: str
-    bias: object = None
-    mask: object = None
-    softcap: float | None = None
-    sinks: bool = False
-    remap: tuple = ()
-    queries: int = TOKENS
-    keys: int = TOKENS
-    q_positions: object = None
-    kv_positions: object = None
-    batch: int = 2
-    heads: int = 2
-    kv_heads: int = 1
-    size: int = 32
-    value_size: int = 48
-    dtype: object = jnp.float32
     blocks: Blocks = SMALL
     bounded: bool = False
     chip: str = "TPU v5 lite"
     loose_bound: bool = False  # the bound of the second block of queries is far above their logits
     cores: int = 1  # with two, heads run in random order, and the state of one must not reach another
+    factor: float = LOG2E
 
 
-def with_extra_features(name: str, **slots) -> Case:
+def with_extra_features(name: str, **slots) -> TPUCase:
     """A case on a chip where biases of keys and bounds of queries are extra features of a head of 128."""
-    return Case(name, mask=Causal(), size=128, dtype=jnp.bfloat16, chip="TPU v6 lite", **slots)
+    return TPUCase(name, mask=Causal(), size=128, dtype=jnp.bfloat16, chip="TPU v6 lite", **slots)
 
 
 # Segments of several lengths that split tiles, different in each row, after some padding.
@@ -89,7 +79,7 @@ FEW, TOO_HIGH = {"queries": 200, "keys": 200, "batch": 1}, {"bounded": True, "lo
 IN_ROWS = {"q_positions": PACKED, "kv_positions": PACKED}
 FAR_APART = {"q_positions": Range(jnp.int32(0), TOKENS), "kv_positions": Range(280, 200), "keys": 200}
 CASES = [
-    Case(
+    TPUCase(
         "two-sided t5 in tiles behind, near and ahead, under a soft cap",
         bias=T5_BOTH,
         softcap=3.0,
@@ -100,7 +90,7 @@ CASES = [
         batch=1,
         heads=1,
     ),
-    Case(
+    TPUCase(
         "several parts, chunked, from a traced start, rows of tiles that see nothing, on two cores",
         mask=Causal() & Chunked(200),
         sinks=True,
@@ -114,31 +104,37 @@ CASES = [
 ]
 
 WIDE = [
-    Case("packed alibi, sinks", LEARNED, Causal() & Segments(IDS), sinks=True, bounded=True, heads=1, **IN_ROWS),
-    Case("fox on two cores", FoX(), Causal(), cores=2, kv_heads=2, kv_positions=jnp.arange(200), **FEW),
-    Case("capped t5 in a band", T5_NEAR, Causal() & Window(60), 3.0, True, q_positions=Range(20, TOKENS), batch=1),
-    Case("decoding at the last positions of int32", T5_BOTH, q_positions=END, kv_positions=LAST, queries=3, batch=1),
-    Case("slight alibi over all of int32", SLIGHT, Causal(), q_positions=EVERYWHERE, kv_positions=EVERYWHERE, batch=1),
+    TPUCase("packed alibi, sinks", LEARNED, Causal() & Segments(IDS), sinks=True, bounded=True, heads=1, **IN_ROWS),
+    TPUCase("fox on two cores", FoX(), Causal(), cores=2, kv_heads=2, kv_positions=jnp.arange(200), **FEW),
+    TPUCase("capped t5 in a band", T5_NEAR, Causal() & Window(60), 3.0, True, q_positions=Range(20, TOKENS), batch=1),
+    TPUCase("decoding at the last positions of int32", T5_BOTH, q_positions=END, kv_positions=LAST, queries=3, batch=1),
+    TPUCase(
+        "slight alibi over all of int32", SLIGHT, Causal(), q_positions=EVERYWHERE, kv_positions=EVERYWHERE, batch=1
+    ),
     with_extra_features("a bound too high, far", remap=(Beyond(256),), kv_positions=ONE_TILE, **TOO_HIGH),
     with_extra_features("t5 under a bound among the features", bias=T5_NEAR, bounded=True, batch=1),
     with_extra_features("several parts under a bound among the features", bias=LEARNED, bounded=True, blocks=LARGE),
-    Case("symmetric alibi from a traced start, capped", SYMMETRIC, None, 4.0, q_positions=Range(jnp.int32(90), TOKENS)),
-    Case("a bound that is too high", mask=Causal(), bias=LEARNED, **TOO_HIGH),
-    Case("far, packed", mask=Causal() & Segments(IDS), remap=(Beyond(70),), **IN_ROWS),
-    Case("two branches with alibi", LEARNED, Causal(), remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)), batch=1),
-    Case("far in several parts", mask=Causal() & Chunked(200), remap=(Beyond(70),), blocks=LARGE, **FAR_APART),
-    Case("bfloat16 far", dtype=jnp.bfloat16, remap=(Beyond(140),), mask=Causal(), softcap=5.0),
-    Case("two-sided t5 in a band ahead", bias=T5_BOTH, kv_positions=Range(300, TOKENS), batch=1),
-    Case("one key head", heads=4, mask=Causal(), bias=FoX(), blocks=LARGE),
-    *(Case(f"size {n}", size=n, value_size=n, mask=Causal(), bias=T5_NEAR, **FEW) for n in (16, 64, 80, 96, 128)),
-    *(Case(f"size {n}", size=n, value_size=n // 2, mask=Causal(), remap=(Beyond(140),), **FEW) for n in (192, 256)),
-    Case("few queries", queries=9, q_positions=Range(TOKENS - 9, 9), mask=Causal(), bias=Kerple("power")),
-    Case("lambda", mask=Causal() & (Window(40) | FirstTokens(4)), remap=(Beyond(90) & Window(200),), sinks=True),
-    Case("shuffled", mask=Causal(), bias=LEARNED, q_positions=SHUFFLED, kv_positions=SHUFFLED),
-    Case("traced keys", mask=Causal() & Window(90), bias=T5_NEAR, kv_positions=Range(jnp.int32(40), TOKENS)),
-    Case("far away", mask=Causal(), bias=LEARNED, q_positions=FAR_AWAY, kv_positions=FAR_AWAY),
-    Case("nothing at all", mask=Causal(), bias=Kerple(), kv_positions=Range(1000, TOKENS)),
-    Case("three heads on two cores", bias=LEARNED, mask=Causal() & Window(100), heads=3, kv_heads=3, batch=1, cores=2),
+    TPUCase(
+        "symmetric alibi from a traced start, capped", SYMMETRIC, None, 4.0, q_positions=Range(jnp.int32(90), TOKENS)
+    ),
+    TPUCase("a bound that is too high", mask=Causal(), bias=LEARNED, **TOO_HIGH),
+    TPUCase("far, packed", mask=Causal() & Segments(IDS), remap=(Beyond(70),), **IN_ROWS),
+    TPUCase("two branches with alibi", LEARNED, Causal(), remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)), batch=1),
+    TPUCase("far in several parts", mask=Causal() & Chunked(200), remap=(Beyond(70),), blocks=LARGE, **FAR_APART),
+    TPUCase("bfloat16 far", dtype=jnp.bfloat16, remap=(Beyond(140),), mask=Causal(), softcap=5.0),
+    TPUCase("two-sided t5 in a band ahead", bias=T5_BOTH, kv_positions=Range(300, TOKENS), batch=1),
+    TPUCase("one key head", heads=4, mask=Causal(), bias=FoX(), blocks=LARGE),
+    *(TPUCase(f"size {n}", size=n, value_size=n, mask=Causal(), bias=T5_NEAR, **FEW) for n in (16, 64, 80, 96, 128)),
+    *(TPUCase(f"size {n}", size=n, value_size=n // 2, mask=Causal(), remap=(Beyond(140),), **FEW) for n in (192, 256)),
+    TPUCase("few queries", queries=9, q_positions=Range(TOKENS - 9, 9), mask=Causal(), bias=Kerple("power")),
+    TPUCase("lambda", mask=Causal() & (Window(40) | FirstTokens(4)), remap=(Beyond(90) & Window(200),), sinks=True),
+    TPUCase("shuffled", mask=Causal(), bias=LEARNED, q_positions=SHUFFLED, kv_positions=SHUFFLED),
+    TPUCase("traced keys", mask=Causal() & Window(90), bias=T5_NEAR, kv_positions=Range(jnp.int32(40), TOKENS)),
+    TPUCase("far away", mask=Causal(), bias=LEARNED, q_positions=FAR_AWAY, kv_positions=FAR_AWAY),
+    TPUCase("nothing at all", mask=Causal(), bias=Kerple(), kv_positions=Range(1000, TOKENS)),
+    TPUCase(
+        "three heads on two cores", bias=LEARNED, mask=Causal() & Window(100), heads=3, kv_heads=3, batch=1, cores=2
+    ),
 ]
 
 
@@ -151,70 +147,17 @@ def _no_races(capsys):
     assert "non-zero count" not in printed
 
 
-def inputs(case: Case) -> dict:
-    """Everything that has a gradient, by name. Queries are float32; scaled, they are exact in the dtype of the case."""
-    rng = np.random.default_rng(7)
-
-    def normal(*shape):
-        return rng.standard_normal((case.batch, *shape)).astype(np.float32).astype(case.dtype)
-
-    scaled = normal(case.queries, case.heads, case.size) * 2.0 ** -round(np.log2(case.size) / 2)
-    values = {
-        "q": scaled.astype(np.float32) * np.float32(case.size**0.5 / LOG2E),
-        "k": normal(case.keys, case.kv_heads, case.size),
-        "v": normal(case.keys, case.kv_heads, case.value_size),
-    }
+def values_of(case: TPUCase) -> dict:
+    """The inputs of a case."""
+    values = inputs(case)
     if case.loose_bound:
         values["q"][:, :128] *= 2**-6
         values["q"][:, 256:] *= 2**-6
         values["k"][:, 290] *= 64
-    for n in range(len(case.remap)):
-        values[f"q{n}"] = np.float32(2.0 ** (1 - n)) * values["q"][..., ::-1]
-        values[f"k{n}"] = (0.7 * values["k"].astype(np.float32) ** 2).astype(case.dtype)
-    if case.sinks:
-        values["sinks"] = np.linspace(-1, 2, case.heads, dtype=np.float32)
-    if isinstance(case.bias, FoX):
-        for name, length in (("q_gates", case.queries), ("kv_gates", case.keys)):
-            steps = rng.uniform(size=(case.batch, case.heads, length)).astype(np.float32)
-            values[name] = np.cumsum(-0.05 * steps, axis=-1, dtype=np.float32)
-    elif case.bias is not None and (params := case.bias.init(jax.random.key(7), case.heads)):
-        times = 30 if isinstance(case.bias, T5) else 1
-        values["bias"] = jax.tree.map(lambda x: np.float32(times) * np.asarray(x), params)
     return values
 
 
-def bound(case: Case, values: dict):
-    gates = {name: values[name] for name in ("q_gates", "kv_gates") if name in values}
-    return case.bias and case.bias.bind(values.get("bias"), num_heads=case.heads, **gates)
-
-
-def places(case: Case) -> dict:
-    """Everything that has no gradient: masks and positions. Their arrays are traced."""
-    q_positions = Range(0, case.queries) if case.q_positions is None else case.q_positions
-    kv_positions = Range(0, case.keys) if case.kv_positions is None else case.kv_positions
-    return {"mask": case.mask, "where": case.remap, "q_positions": q_positions, "kv_positions": kv_positions}
-
-
-def call(case: Case, backend, values: dict, placed: dict) -> tuple:
-    """Output and log-sum-exp, sinks included, ``[batch, tokens, heads, ...]``."""
-    scale, slots = case.size**-0.5, dict(placed)
-    where = slots.pop("where")
-    arguments = Call(
-        grouped(scale * values["q"], case.kv_heads),
-        jnp.moveaxis(values["k"], 1, 2),
-        jnp.moveaxis(values["v"], 1, 2),
-        bias=bound(case, values),
-        remap=tuple(
-            RemappedPair(grouped(scale * values[f"q{n}"], case.kv_heads), jnp.moveaxis(values[f"k{n}"], 1, 2), mask)
-            for n, mask in enumerate(where)
-        ),
-        softcap=case.softcap,
-        **slots,
-    )
-    return result_of(backend(arguments), values.get("sinks"), True)
-
-
-def kernel(case: Case):
+def kernel(case: TPUCase):
     """The TPU backend. It multiplies queries by ``log2 e``, except bfloat16 ones, which are scaled and rounded here."""
     interpret = INTERPRET
     if case.cores > 1:
@@ -234,99 +177,16 @@ def kernel(case: Case):
     return run
 
 
-def loss_of(result: tuple):
-    """A scalar that depends on every output and every finite log-sum-exp."""
-    out, lse = result
-    weights = jnp.asarray(np.random.default_rng(3).standard_normal(out.shape), out.dtype)
-    return (out * weights).sum(dtype=lse.dtype) + jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)).sum()
-
-
-def outputs_and_gradients(case: Case, backend, values: dict):
-    """Output, log-sum-exp and the gradients of every input, from one compiled program."""
-
-    def run(values, placed):
-        return loss_of(found := call(case, backend, values, placed)), found
-
-    (_, found), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(values, places(case))
-    return *found, gradients
-
-
-def pairs(case: Case, values: dict, placed: dict) -> tuple:
-    """The values of bias, mask and branches for every pair of tokens."""
-    at = placed["q_positions"], placed["kv_positions"]
-    tokens = [p if p.ndim == 1 else p[:, None] for p in map(as_array, at)]
-    where = [masks.materialise(mask, *at) for mask in placed["where"]]
-    return (
-        bound(case, values).values(*tokens) if case.bias else None,
-        None if placed["mask"] is None else masks.materialise(placed["mask"], *at),
-        [w if w.ndim == 4 else w[None, None] for w in where],
-    )
-
-
-def oracle(case: Case, values: dict) -> tuple:
-    bias, allowed, where = jax.device_get(jax.jit(partial(pairs, case))(values, places(case)))
-    return oracles.attention(
-        values["q"],
-        values["k"],
-        values["v"],
-        bias=bias,
-        allowed=allowed,
-        softcap=case.softcap,
-        sinks=values.get("sinks"),
-        remap=[(values[f"q{n}"], values[f"k{n}"], w) for n, w in enumerate(where)],
-    )
-
-
-def as_float64(values: dict) -> dict:
-    return jax.tree.map(lambda x: x.astype(np.float64), values)
-
-
-def close(got, want, tolerance: float) -> None:
-    """Every leaf, relative to its own largest number."""
-
-    def check(path, got, want):
-        got, want = np.asarray(got, np.float64), np.asarray(want)
-        assert np.isfinite(got).all(), jax.tree_util.keystr(path)
-        error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
-        assert error < tolerance, f"{jax.tree_util.keystr(path)} is off by {error:.1e} of its largest number"
-
-    jax.tree_util.tree_map_with_path(check, got, want)
-
-
-def check_case(case: Case, unread=()) -> None:
-    """Forward against the oracle, every gradient against ``dense``; the kernel finds NaN in what it must not read.
-
-    ``unread`` names arrays of the keys and slices of their tokens.
-    """
-    values = inputs(case)
-    poisoned = {name: values[name].copy() for name, _ in unread}
-    for name, tokens in unread:
-        poisoned[name][:, tokens] = np.nan
-    out, lse, gradients = outputs_and_gradients(case, kernel(case), values | poisoned)
-    with jax.enable_x64(True):
-        want_out, want_lse = oracle(case, as_float64(values))
-        _, _, want = outputs_and_gradients(case, dense, as_float64(values))
-    coarse = case.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-    blind = np.isneginf(want_lse)
-    np.testing.assert_array_equal(np.asarray(out, np.float64)[blind], 0)
-    np.testing.assert_array_equal(np.asarray(gradients["q"], np.float64)[blind], 0)
-    close(np.where(blind, 0, lse), np.where(blind, 0, want_lse), 2e-6)
-    close(out, want_out, 1e-2 if coarse else 2e-6)
-    close(gradients, want, 2e-2 if coarse else 2e-5)
-    assert jax.tree.map(jnp.result_type, gradients) == jax.tree.map(jnp.result_type, values)
-
-
 @pytest.mark.parametrize(
     "case", CASES + [pytest.param(case, marks=pytest.mark.wide) for case in WIDE], ids=lambda case: case.name
 )
 def test_forward_and_every_gradient(case):
-    check_case(case)
+    check_case(case, kernel(case), values=values_of(case))
 
 
 def test_parts_of_a_longer_sequence_under_vmap_merge_with_exact_gradients():
     """Keys in two parts, merged by their log-sum-exps; more than half of the queries see nothing of the second."""
-    case, half = Case("parts", bias=LEARNED, mask=Causal(), queries=128, keys=160, batch=1, heads=1), 80
+    case, half = TPUCase("parts", bias=LEARNED, mask=Causal(), queries=128, keys=160, batch=1, heads=1), 80
     values = inputs(case)
 
     def merged(values):
@@ -361,12 +221,14 @@ def test_tiles_that_the_mask_empties_and_keys_of_other_branches_are_never_read()
     )
     case = dataclasses.replace(case, mask=Causal() & Window(240))
     tiles = {"k": (0, 1, 4), "v": (0, 4), "k0": (0, 3, 4)}
-    check_case(case, [(name, slice(128 * n, 128 * n + 128)) for name, found in tiles.items() for n in found])
+    check_case(
+        case, kernel(case), [(name, slice(128 * n, 128 * n + 128)) for name, found in tiles.items() for n in found]
+    )
 
 
 def test_inside_shard_map_with_its_checks():
     """Rows of the batch on two devices; the gradient of what both share, the slopes, is summed over them."""
-    case = Case("sharded", bias=LEARNED, mask=Causal(), queries=100, keys=100)
+    case = TPUCase("sharded", bias=LEARNED, mask=Causal(), queries=100, keys=100)
     values = inputs(case)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     placed = {name: P("data") if name in "qkv" else P() for name in values}
@@ -382,7 +244,7 @@ def test_inside_shard_map_with_its_checks():
 
 def test_a_bias_that_rises_with_distance_does_not_overflow_under_a_bound():
     """The slope is negative, so the farthest key has a logit of 150, above what a bound without the bias allows."""
-    case = Case("rising", bias=LEARNED, mask=Causal(), batch=1, queries=128, keys=256, q_positions=Range(128, 128))
+    case = TPUCase("rising", bias=LEARNED, mask=Causal(), batch=1, queries=128, keys=256, q_positions=Range(128, 128))
     case = dataclasses.replace(case, bounded=True, heads=1)
     values = inputs(case) | {"bias": {"slopes": np.float32([-0.6])}}
     out, lse = jax.jit(lambda values: call(case, kernel(case), values, places(case)))(values)
@@ -420,7 +282,7 @@ def test_float32_is_multiplied_at_the_highest_precision():
     ],
 )
 def test_what_the_kernels_do_not_take_is_refused(name, change):
-    case = Case("refused", **change)
+    case = TPUCase("refused", **change)
     for word in ("implementation", name):
         refused(word, lambda: call(case, kernel(case), inputs(case), places(case)))
 

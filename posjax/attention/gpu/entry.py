@@ -79,6 +79,7 @@ def forward_rows(x: Call, options: Options, so_far: Rows | None = None) -> Rows:
     blind = total == 0
     lse, rest = rounded_sum(top, jnp.log2(jnp.where(blind, 1, total)))
     subtracted, rest = _plus(jnp.where(blind, -jnp.inf, lse), rest, constant)
+    out = out if so_far is not None else out.astype(x.v.dtype)
     return Rows(out, subtracted * LN2, rest * LN2, subtracted)
 
 

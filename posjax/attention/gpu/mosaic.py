@@ -193,9 +193,9 @@ def by_distance(table, head, start, shape, transposed: bool, interpret):
     sign = -1 if transposed else 1
     if interpret:
         x, y = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
-        reach = sum(shape)
-        window = table[head, pl.ds(start - reach, 2 * reach)]
-        return window[reach + sign * (x - y)]
+        before = shape[0 if transposed else 1] - 1
+        window = table[head, pl.ds(start - before, sum(shape) - 1)]
+        return window[before + sign * (x - y)]
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),

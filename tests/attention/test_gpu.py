@@ -1,0 +1,92 @@
+"""The GPU kernels in Mosaic's interpreter: forward against NumPy, every gradient against ``dense``, both in float64.
+
+The interpreter runs warpgroups, copies and barriers on a CPU, and reports races.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention.kernels import TOKENS, Case, check_case
+from packaging.version import Version
+
+from posjax.attention.call import Call
+from posjax.attention.gpu.backend import GPU
+from posjax.attention.platform import computed, everywhere
+from posjax.bias import T5, ALiBi, FoX, Kerple
+from posjax.masks import Beyond, Causal, Chunked, ChunksApart, FirstTokens, Prefix, Segments, Window
+from posjax.positions import Range, from_segments
+
+OLDEST = Version("0.11")
+pytestmark = pytest.mark.skipif(Version(jax.__version__) < OLDEST, reason="the kernels need a newer jax")
+
+IDS = np.sort(np.random.default_rng(0).integers(-1, 4, (2, TOKENS))).astype(np.int32)
+IDS[1, 100:] = 9
+PACKED = from_segments(IDS)
+IN_ROWS = {"q_positions": PACKED, "kv_positions": PACKED}
+SHUFFLED = jnp.asarray(np.random.default_rng(2).permutation(TOKENS), jnp.int32)
+EVERYWHERE = jnp.asarray(np.linspace(-(2**31), 2**31 - 1, TOKENS).astype(np.int32))
+LEARNED, SYMMETRIC = ALiBi(learned=True), ALiBi(symmetric=True, learned=True)
+SLIGHT = ALiBi(learned=True, steepest=2e-9)
+T5_NEAR, T5_BOTH = T5(num_buckets=8, max_distance=40), T5(num_buckets=8, max_distance=40, bidirectional=True)
+FAR_AWAY, LAST, END = Range(2**30, TOKENS), Range(2**31 - TOKENS, TOKENS), Range(2**31 - 3, 3)
+FEW = {"queries": 200, "keys": 200, "batch": 1}
+NARROW = {"dtype": jnp.bfloat16}
+
+CASES = [
+    Case("packed alibi, sinks", LEARNED, Causal() & Segments(IDS), sinks=True, **IN_ROWS, **NARROW),
+    Case(
+        "capped t5, far tiles", T5_NEAR, Causal() & Window(200), 3.0, queries=128, q_positions=Range(172, 128), **NARROW
+    ),
+    Case("fox, two branches", FoX(), Causal(), remap=(Beyond(90) & Window(200), Beyond(200)), batch=1, **NARROW),
+]
+
+WIDE = [
+    Case("float16", mask=Causal(), dtype=jnp.float16, **FEW),
+    Case("two-sided t5", T5_BOTH, keys=500, q_positions=Range(170, TOKENS), **NARROW),
+    Case("kerple", Kerple(), Causal(), heads=4, **NARROW),
+    Case("kerple power, nothing seen", Kerple("power"), Causal(), kv_positions=Range(1000, TOKENS), **NARROW),
+    Case("symmetric alibi, capped", SYMMETRIC, None, 4.0, q_positions=Range(jnp.int32(90), TOKENS), **NARROW),
+    Case("chunks", mask=Causal() & Chunked(200), kv_heads=2, sinks=True, **NARROW),
+    Case("prefix", LEARNED, Causal() | Prefix(60), **NARROW),
+    Case("lambda", mask=Causal() & (Window(40) | FirstTokens(4)), remap=(Beyond(90) & Window(200),), **NARROW),
+    Case("dual chunks", LEARNED, Causal(), remap=(ChunksApart(70, 1, 1), ChunksApart(70, 2)), batch=1, **NARROW),
+    Case("far, packed", mask=Causal() & Segments(IDS), remap=(Beyond(70),), **IN_ROWS, **NARROW),
+    Case("far, capped", mask=Causal(), remap=(Beyond(140),), softcap=5.0, **NARROW),
+    Case("fox, grouped", FoX(), Causal(), heads=4, kv_positions=jnp.arange(200), **FEW, **NARROW),
+    Case("shuffled", LEARNED, Causal(), q_positions=SHUFFLED, kv_positions=SHUFFLED, **NARROW),
+    Case("slight alibi", SLIGHT, Causal(), q_positions=EVERYWHERE, kv_positions=EVERYWHERE, batch=1, **NARROW),
+    Case("far away", LEARNED, Causal(), q_positions=FAR_AWAY, kv_positions=FAR_AWAY, **NARROW),
+    Case("traced keys", T5_NEAR, Causal() & Window(90), kv_positions=Range(jnp.int32(40), TOKENS), **NARROW),
+    Case("end of int32", T5_BOTH, q_positions=END, kv_positions=LAST, queries=3, batch=1, **NARROW),
+    *(Case(f"size {n}", T5_NEAR, Causal(), size=n, value_size=n, **FEW, **NARROW) for n in (16, 64, 80, 96, 128, 192)),
+    Case("wider values", LEARNED, Causal(), size=64, value_size=128, **FEW, **NARROW),
+    Case("size 256", mask=Causal(), size=256, value_size=128, **FEW, **NARROW),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_races():
+    yield
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    assert not get_races().races_found
+
+
+def kernel(case: Case):
+    """The GPU backend, interpreted; queries are scaled and rounded here."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    backend = everywhere(GPU(plgpu.InterpretGPUParams(detect_races=True)))
+
+    def run(x: Call):
+        return computed(backend, x.with_queries(lambda q: q.astype(case.dtype)))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "case", CASES + [pytest.param(case, marks=pytest.mark.wide) for case in WIDE], ids=lambda case: case.name
+)
+def test_forward_and_every_gradient(case):
+    check_case(case, kernel(case))
