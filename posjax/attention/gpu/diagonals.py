@@ -167,8 +167,8 @@ def _plus_tile(config, walk: Walk, x: Inputs, scratch: _Scratch, batch, head, gr
         ring.wait(1, n)
     products = (queries.first.at[own], keys.first), (queries.second.at[own], keys.second)
     scores, d_weights = mosaic.products_transposed(*products)
-    ints = () if queries.ints is None else mosaic.load_all(queries.ints.at[:, own], mosaic.ROWS)
-    lse, correction = mosaic.load_all(queries.floats.at[:, own], mosaic.ROWS)
+    ints = () if queries.ints is None else mosaic.load_all(queries.ints.at[:, own], mosaic.ROWS, config.interpret)
+    lse, correction = mosaic.load_all(queries.floats.at[:, own], mosaic.ROWS, config.interpret)
     q_axis = axis(config, x, 0, 0, place + first, ints)
     k_axis = axis(config, x, 1, 1, place - ahead, *vectors_of(keys, config, mosaic.COLUMNS))
     for ring in scratch:

@@ -69,7 +69,7 @@ def forward_rows(x: Call, options: Options, so_far: Rows | None = None) -> Rows:
     """The results for each query; merged into ``so_far``, those over other keys, in float32."""
     parts = _parts(x)
     wide = len(parts) > 1 or so_far is not None
-    prepared = [_prepared(_padded(part), options) for part in parts]
+    prepared = [_prepared(part, options) for part in parts]
     results = [_forward(part, *each, wide) for part, each in zip(parts, prepared, strict=True)]
     constant = _constant(x, *prepared[0])
     if so_far is not None:
@@ -148,7 +148,7 @@ def _gradients(x: Call, part: int, options: Options, per_query: PerQuery, of_bia
     """The cotangent of a call from one of its parts."""
 
     def inputs_of(x: Call):
-        return _prepared(_padded(_parts(x)[part]), options)
+        return _prepared(_parts(x)[part], options)
 
     inputs, transpose, config = jax.vjp(inputs_of, x, has_aux=True)
     x = _parts(x)[part]
@@ -163,13 +163,13 @@ def _gradients(x: Call, part: int, options: Options, per_query: PerQuery, of_bia
     zeros = jax.tree.map(no_gradient, inputs)
     if of_bias:
         of_distances = _of_distances(x, inputs, config, rows) if config.bias.by_distance else None
-        sums = BiasSums(of_queries, of_keys, flat_heads(d_lse), of_distances)
+        # The gradient of the log-sum-exp is that of all parts together, so it counts once.
+        sums = BiasSums(of_queries, of_keys, flat_heads(d_lse) * (part == 0), of_distances)
         zeros = zeros._replace(bias=zeros.bias | config.bias.gradients(inputs, sums))
     return transpose(zeros._replace(q=dq, k=dk, v=dv))[0]
 
 
 def _of_distances(x: Call, inputs: Inputs, config: KernelConfig, rows: OfQueries) -> jax.Array:
-    x = _padded(x)
     along = diagonals(_plan(x, config, BLOCKS), config.bias.constant_from, _ahead(x))
     return sums_by_distance(config, inputs, rows, along)
 
@@ -181,12 +181,12 @@ def _padded(x: Call) -> Call:
 
 def _tiling(x: Call, config: KernelConfig, blocks: Blocks, by_keys: bool = False) -> Tiling:
     """The tiles of a kernel whose rows are blocks of queries, or of keys."""
-    plan = _plan(_padded(x), config, blocks)
+    plan = _plan(x, config, blocks)
     return tiling(blocks, plan.transposed if by_keys else plan)
 
 
 def _plan(x: Call, config: KernelConfig, blocks: Blocks) -> TilePlan:
-    return plan_tiles(x, blocks, constant_from=config.bias.constant_from, ahead=_ahead(x))
+    return plan_tiles(_padded(x), blocks, constant_from=config.bias.constant_from, ahead=_ahead(x))
 
 
 def _ahead(x: Call):
@@ -196,7 +196,10 @@ def _ahead(x: Call):
 
 
 def _prepared(x: Call, options: Options) -> tuple[Inputs, KernelConfig]:
-    """The arrays of a padded call with one pair of features, and its static part."""
+    """The arrays of a call with one pair of features, and its static part."""
+    # Ranges that padding leads out of int32 become arrays below.
+    ahead = _ahead(x)
+    x = _padded(x)
     # Only a positive number can be applied after the maximum of a row.
     in_kernel = is_number(x.scale) and x.scale > 0
     if not in_kernel:
@@ -220,7 +223,7 @@ def _prepared(x: Call, options: Options) -> tuple[Inputs, KernelConfig]:
         *(_by_tokens(array) for array in (flat_heads(x.q), x.k, x.v)),
         starts=starts,
         numbers=tuple(rows_of_numbers(p + n) for p, n in zip(positions, numbers, strict=True)),
-        bias=bias.numbers(x, _ahead(x)),
+        bias=bias.numbers(x, ahead),
     )
     return inputs, config
 

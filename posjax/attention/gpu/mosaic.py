@@ -77,9 +77,13 @@ def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def load_all(ref, layout) -> tuple:
+def load_all(ref, layout, interpret=None) -> tuple:
     """The vectors of an array ``[n, tokens]``."""
-    return tuple(load(ref.at[n], layout) for n in range(ref.shape[0]))
+    vectors = tuple(load(ref.at[n], layout) for n in range(ref.shape[0]))
+    if interpret:
+        # The interpreter orders a copy after such a read only by a fence; on a GPU the barrier of the ring is enough.
+        plgpu.commit_smem()
+    return vectors
 
 
 def write(x, ref, buffer) -> None:

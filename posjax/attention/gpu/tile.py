@@ -153,5 +153,7 @@ def numbers_at(x: Inputs, side: int, batch, tokens, layout) -> tuple:
 
 def vectors_of(step: Step, config: KernelConfig, layout) -> tuple[tuple, Any]:
     """The numbers of the tokens of a step: those of positions and masks, and those of the bias, or None."""
-    ints = () if step.ints is None else mosaic.load_all(step.ints, layout)
-    return ints, mosaic.load(step.floats.at[0], layout) if config.bias.of_tokens else None
+    ints = () if step.ints is None else mosaic.load_all(step.ints, layout, config.interpret)
+    if not config.bias.of_tokens:
+        return ints, None
+    return ints, mosaic.load_all(step.floats, layout, config.interpret)[0]
