@@ -33,6 +33,7 @@ from posjax.attention.call import Call
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.custom import has_custom
 from posjax.attention.dense import dense, dense_gradients
+from posjax.attention.gpu.backend import GPU
 from posjax.attention.logits import mix, scores
 from posjax.attention.rows import PerQuery, Rows, mark_for_checkpoint
 from posjax.attention.tpu.backend import TPU
@@ -40,7 +41,7 @@ from posjax.bias import ContextualBias
 
 BACKENDS = {"dense": JaxBackend(dense, dense_gradients), "blockwise": JaxBackend(blockwise, blockwise_gradients)}
 """Backends that support every call and run on every platform."""
-KERNELS = {"tpu": ("tpu", TPU())}
+KERNELS = {"tpu": ("tpu", TPU()), "gpu": ("cuda", GPU())}
 """Packages of kernels by name: the platform that they run on, and the backend."""
 IMPLEMENTATIONS = (*BACKENDS, *KERNELS, "cudnn")
 """All names. Kernels and ``cudnn`` run on one platform each and raise ValueError for calls that they do not support."""
@@ -155,7 +156,7 @@ def _refusal(name: str, call: Call) -> str | None:
             "DecoderConfig"
         )
     if jax.config.jax_enable_x64:
-        return "with jax_enable_x64 the integers of a kernel would have 64 bits, which a TPU does not support"
+        return "with jax_enable_x64 the integers of a kernel would have 64 bits, which it does not support"
     return KERNELS[name][1].refusal(call)
 
 

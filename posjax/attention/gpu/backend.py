@@ -1,22 +1,30 @@
 """The kernels for NVIDIA GPUs of the Hopper generation as a backend."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from posjax.attention.backend import Backend, added
-from posjax.attention.formulas import kernel_refusal
+from posjax.attention.formulas import bias_form, kernel_refusal
 from posjax.attention.rows import per_query_of
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_LARGEST_HEAD = 256
+_LARGEST_HEAD = 128
+_OLDEST_JAX = (0, 11)
+_HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
+"""The names of the devices of compute capability 9.0, for a program that is lowered without one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GPU(Backend):
-    """The kernels for GPUs. ``interpret``: ``plgpu.InterpretGPUParams`` to run without one, or None."""
+    """The kernels for GPUs.
+
+    Args:
+        interpret: ``plgpu.InterpretGPUParams`` to run without one, or None.
+    """
 
     interpret: Any = None
 
@@ -26,37 +34,52 @@ class GPU(Backend):
         return frozenset() if self.interpret is None else _entry().effects_of(self.interpret)
 
     def refusal(self, call):
-        dtypes = {call.q.dtype, call.k.dtype, call.v.dtype}
+        dtypes = {array.dtype for array in (call.q, call.k, call.v)}
         if len(dtypes) > 1 or call.q.dtype not in _DTYPES:
             return f"q, k and v must be all bfloat16 or all float16, found {', '.join(sorted(map(str, dtypes)))}"
-        return kernel_refusal(call)
+        size = max(call.q.shape[-1], call.v.shape[-1])
+        if size > _LARGEST_HEAD:
+            return f"heads must have at most {_LARGEST_HEAD} features, found {size}; use 'blockwise'"
+        return kernel_refusal(call) or (None if self.interpret else _device_refusal())
 
     def needs_ranges(self, call):
-        return False
+        return bias_form(call) == "by distance"
 
     def forward(self, call):
-        return _entry().forward_rows(call, self._options)
+        return _entry().forward_rows(call, self.interpret)
 
     def merge(self, call, so_far):
-        return _entry().forward_rows(call, self._options, so_far)
+        return _entry().forward_rows(call, self.interpret, so_far)
 
     def per_query_of(self, call, rows, cotangents):
         return per_query_of(rows, rows.subtracted, cotangents)
 
     def backward(self, call, per_query, *, of_bias):
-        return _entry().gradients(call, self._options, per_query, of_bias=of_bias)
+        return _entry().gradients(call, self.interpret, per_query, of_bias=of_bias)
 
     def add(self, call, per_query, so_far):
         of_bias = bool(jax.tree.leaves(so_far.bias))
-        return added(so_far, _entry().gradients(call, self._options, per_query, of_bias=of_bias, wide=True))
+        return added(so_far, _entry().gradients(call, self.interpret, per_query, of_bias=of_bias, wide=True))
 
-    @property
-    def _options(self):
-        return _entry().Options(self.interpret)
+
+def _device_refusal() -> str | None:
+    """Why the GPU of the mesh in use, or of this machine, does not run the kernels, or None."""
+    if jax.__version_info__ < _OLDEST_JAX:
+        return f"the kernels need jax {'.'.join(map(str, _OLDEST_JAX))} or newer, found {jax.__version__}"
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    if target is not None:
+        hopper = _HOPPER.search(target.device_kind)
+        return (
+            None if hopper else f"the kernels are for GPUs of compute capability 9.0 (H100), found {target.device_kind}"
+        )
+    if jax.default_backend() != "gpu":
+        return "found no GPU"
+    found = {getattr(device, "compute_capability", "none") for device in jax.local_devices()}
+    return None if found == {"9.0"} else f"the kernels are for compute capability 9.0 (H100), found {', '.join(found)}"
 
 
 def _entry():
-    # Imported when a kernel is traced: Mosaic GPU takes a third of a second, and older versions of jax lack it.
+    # Imported when a kernel is traced: Mosaic GPU takes a third of a second to import, and jax 0.10 has an older one.
     from posjax.attention.gpu import entry
 
     return entry

@@ -7,7 +7,6 @@ features score, so its kernel visits only their tiles. The results are merged, a
 import dataclasses
 import operator
 from functools import partial, reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,17 +32,6 @@ _UNIT = 32
 """Sizes of heads are padded to multiples of it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How the kernels run.
-
-    Args:
-        interpret: ``plgpu.InterpretGPUParams`` to run without a GPU, or None.
-    """
-
-    interpret: Any = None
-
-
 def effects_of(interpret) -> frozenset:
     """The side effects of a kernel that is interpreted."""
 
@@ -65,11 +53,11 @@ def effects_of(interpret) -> frozenset:
     return frozenset(jax.make_jaxpr(copy)(jax.ShapeDtypeStruct((128,), jnp.float32)).effects)
 
 
-def forward_rows(x: Call, options: Options, so_far: Rows | None = None) -> Rows:
+def forward_rows(x: Call, interpret, so_far: Rows | None = None) -> Rows:
     """The results for each query; merged into ``so_far``, those over other keys, in float32."""
     parts = _parts(x)
     wide = len(parts) > 1 or so_far is not None
-    prepared = [_prepared(part, options) for part in parts]
+    prepared = [_prepared(part, interpret) for part in parts]
     results = [_forward(part, *each, wide) for part, each in zip(parts, prepared, strict=True)]
     constant = _constant(x, *prepared[0])
     if so_far is not None:
@@ -98,9 +86,9 @@ def _plus(lse, rest, constant) -> tuple:
     return total, jnp.where(jnp.isneginf(lse), 0, rest + lost)
 
 
-def gradients(x: Call, options: Options, per_query: PerQuery, *, of_bias: bool, wide: bool = False) -> Call:
+def gradients(x: Call, interpret, per_query: PerQuery, *, of_bias: bool, wide: bool = False) -> Call:
     """The cotangent of a call; ``wide``: that of queries, keys and values in float32."""
-    parts = (_gradients(x, n, options, per_query, of_bias, wide) for n in range(len(x.pairs)))
+    parts = (_gradients(x, n, interpret, per_query, of_bias, wide) for n in range(len(x.pairs)))
     return reduce(partial(jax.tree.map, _sum), parts)
 
 
@@ -144,11 +132,11 @@ def _forward(x: Call, inputs: Inputs, config: KernelConfig, wide: bool) -> Resul
     return Results(*(each.reshape(each.shape[0], *heads, *each.shape[2:]) for each in (out, *statistics)))
 
 
-def _gradients(x: Call, part: int, options: Options, per_query: PerQuery, of_bias: bool, wide: bool) -> Call:
+def _gradients(x: Call, part: int, interpret, per_query: PerQuery, of_bias: bool, wide: bool) -> Call:
     """The cotangent of a call from one of its parts."""
 
     def inputs_of(x: Call):
-        return _prepared(_parts(x)[part], options)
+        return _prepared(_parts(x)[part], interpret)
 
     inputs, transpose, config = jax.vjp(inputs_of, x, has_aux=True)
     x = _parts(x)[part]
@@ -195,7 +183,7 @@ def _ahead(x: Call):
     return places[0].start - places[1].start if all(isinstance(each, Range) for each in places) else 0
 
 
-def _prepared(x: Call, options: Options) -> tuple[Inputs, KernelConfig]:
+def _prepared(x: Call, interpret) -> tuple[Inputs, KernelConfig]:
     """The arrays of a call with one pair of features, and its static part."""
     # Ranges that padding leads out of int32 become arrays below.
     ahead = _ahead(x)
@@ -217,7 +205,7 @@ def _prepared(x: Call, options: Options) -> tuple[Inputs, KernelConfig]:
         bias=bias,
         softcap=None if x.softcap is None else x.softcap * LOG2E,
         factor=(x.scale if in_kernel else 1.0) * LOG2E,
-        interpret=options.interpret,
+        interpret=interpret,
     )
     inputs = Inputs(
         *(_by_tokens(array) for array in (flat_heads(x.q), x.k, x.v)),

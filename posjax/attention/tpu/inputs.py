@@ -20,6 +20,7 @@ from posjax.attention.tpu.tile_lists import Lists
 GRID = ("parallel", "parallel", "arbitrary")
 """Batch and heads may go to different cores; the rows of tiles of a head run one after the other."""
 
+
 class Tiling(NamedTuple):
     """The blocks of a kernel, the kinds of tiles that occur in them, and how many rows of tiles a head has."""
 
