@@ -100,12 +100,13 @@ def attention(
             them ValueError is raised if queries and keys differ in number and the call depends on positions.
         kv_positions: the same for the keys; ``0, 1, 2, ...`` when left out.
         implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) support every call on every
-            platform; ``"tpu"`` (a kernel, linear) and ``"cudnn"`` (on NVIDIA GPUs, for example without bias) support
-            some calls. None: ``"dense"`` for few logits (at most 2^21 over batch and heads, and 512 x 512 of a head),
-            otherwise the kernel of the platform the program is lowered for, or ``"blockwise"`` if there is none or it
-            does not support the call. For calls that are not small the logger ``"posjax"`` reports the choice and the
-            reason, at debug level. The choice is made when the program is lowered, also for several platforms at once
-            (``jax.export``). A symbolic batch counts as large.
+            platform. Some calls are supported by ``"tpu"`` and ``"gpu"``, kernels with linear memory, the second one
+            for NVIDIA's H100 and its like with jax 0.11 or newer, and by ``"cudnn"`` on NVIDIA GPUs, for example
+            without bias. None: ``"dense"`` for few logits (at most 2^21 over batch and heads, and 512 x 512 of a
+            head), otherwise the kernel of the platform the program is lowered for, or ``"blockwise"`` if there is none
+            or it does not support the call; on a GPU a warning says so. For calls that are not small the logger
+            ``"posjax"`` reports the choice and the reason, at debug level. The choice is made when the program is
+            lowered, also for several platforms at once (``jax.export``). A symbolic batch counts as large.
         placement: how the call is split over a mesh. Outside ``shard_map``: how the queries are split over the Auto
             axes of a mesh, as a ``NamedSharding``, or a ``PartitionSpec`` for the mesh in use or the mesh of the
             arrays, with the axes of the batch first and those of the heads third. Attention then runs on every device

@@ -119,6 +119,11 @@ def _on_any_platform(call: Call, with_lse: bool) -> Rows:
     backends = Backends(BACKENDS["blockwise"], _supporting(call))
     cudnn_refusal = _cudnn_refusal(call, with_lse)
     _log_choice("cuda", cudnn_refusal)
+    if cudnn_refusal and "cuda" not in dict(backends.kernels) and _is_for_cuda():
+        why = f"the kernel: {_refusal('gpu', call)}; cuDNN: {cudnn_refusal}"
+        warnings.warn(
+            f"attention runs in loops of XLA on this GPU, many times slower than a kernel. {why}", stacklevel=2
+        )
 
     def usual() -> Rows:
         rows = computed(backends, call)
@@ -140,6 +145,12 @@ def _supporting(call: Call) -> tuple[tuple[str, Backend], ...]:
         if on_mesh and kernels.refusal(call) is None:
             warnings.warn(f"attention runs without its {name.upper()} kernel: {why}", stacklevel=2)
     return tuple(KERNELS[name] for name, why in refusals.items() if why is None)
+
+
+def _is_for_cuda() -> bool:
+    """Whether programs are for an NVIDIA GPU: that of the mesh in use, or of this machine."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() == "gpu" if target is None else target.platform == "cuda"
 
 
 def _log_choice(platform: str, refusal: str | None) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from posjax._numbers import is_number
 from posjax.attention.backend import Backend, added
+from posjax.attention.call import Call
 from posjax.attention.formulas import bias_form, kernel_refusal
 from posjax.attention.rows import per_query_of
 
@@ -46,20 +48,28 @@ class GPU(Backend):
         return bias_form(call) == "by distance"
 
     def forward(self, call):
-        return _entry().forward_rows(call, self.interpret)
+        return _entry().forward_rows(_ready(call), self.interpret)
 
     def merge(self, call, so_far):
-        return _entry().forward_rows(call, self.interpret, so_far)
+        return _entry().forward_rows(_ready(call), self.interpret, so_far)
 
     def per_query_of(self, call, rows, cotangents):
         return per_query_of(rows, rows.subtracted, cotangents)
 
     def backward(self, call, per_query, *, of_bias):
-        return _entry().gradients(call, self.interpret, per_query, of_bias=of_bias)
+        ready, transpose = jax.vjp(_ready, call)
+        return transpose(_entry().gradients(ready, self.interpret, per_query, of_bias=of_bias))[0]
 
     def add(self, call, per_query, so_far):
         of_bias = bool(jax.tree.leaves(so_far.bias))
-        return added(so_far, _entry().gradients(call, self.interpret, per_query, of_bias=of_bias, wide=True))
+        ready = _ready(call)
+        gradients = _entry().gradients(ready, self.interpret, per_query, of_bias=of_bias, wide=True)
+        return added(so_far, gradients.with_queries(lambda q: q / ready.scale))
+
+
+def _ready(call: Call) -> Call:
+    """The call with a positive number as its scale: only that can be applied after the maximum of a row."""
+    return call if is_number(call.scale) and call.scale > 0 else call.scaled
 
 
 def _device_refusal() -> str | None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from posjax._lowered import no_gradient
-from posjax._numbers import is_number, rounded_sum
+from posjax._numbers import rounded_sum
 from posjax.attention.call import Call
 from posjax.attention.formulas import LN2, LOG2E, bias_form, dissect
 from posjax.attention.gpu import mosaic
@@ -134,27 +134,43 @@ def _forward(x: Call, inputs: Inputs, config: KernelConfig, wide: bool) -> Resul
 
 def _gradients(x: Call, part: int, interpret, per_query: PerQuery, of_bias: bool, wide: bool) -> Call:
     """The cotangent of a call from one of its parts."""
-
-    def inputs_of(x: Call):
-        return _prepared(_parts(x)[part], interpret)
-
-    inputs, transpose, config = jax.vjp(inputs_of, x, has_aux=True)
+    zeros = jax.tree.map(no_gradient, x)
     x = _parts(x)[part]
-    queries = inputs.q.shape[1]
+    inputs, config = _prepared(x, interpret)
     per_query = per_query._replace(lse=per_query.lse - _constant(x, inputs, config))
-    d_out, lse, correction, d_lse = lengthened_rows(per_query, queries)
-    d_out = jnp.moveaxis(lengthen(flat_heads(d_out), inputs.v.shape[-1] - d_out.shape[-1], -1), 1, 2)
-    rows = OfQueries(d_out.astype(x.v.dtype), jnp.stack([flat_heads(lse), flat_heads(correction)], axis=2))
+    d_out, lse, correction, d_lse = lengthened_rows(per_query, inputs.q.shape[1])
+    d_out = _by_tokens(flat_heads(d_out)).astype(x.v.dtype)
+    rows = OfQueries(d_out, jnp.stack([flat_heads(lse), flat_heads(correction)], axis=2))
     by_queries, by_keys = _tiling(x, config, Blocks(BLOCK, 64)), _tiling(x, config, Blocks(64, BLOCK), by_keys=True)
     dq, of_queries = backward_queries(config, inputs, rows, by_queries, wide=wide, of_bias=of_bias)
     dk, dv, of_keys = backward_keys(config, inputs, rows, by_keys, wide=wide, of_bias=of_bias)
-    zeros = jax.tree.map(no_gradient, inputs)
+    q, k, v = (_like(*pair) for pair in ((dq, x.q), (dk, x.k), (dv, x.v)))
+    bias = zeros.bias
     if of_bias:
         of_distances = _of_distances(x, inputs, config, rows) if config.bias.by_distance else None
         # The gradient of the log-sum-exp is that of all parts together, so it counts once.
         sums = BiasSums(of_queries, of_keys, flat_heads(d_lse) * (part == 0), of_distances)
-        zeros = zeros._replace(bias=zeros.bias | config.bias.gradients(inputs, sums))
-    return transpose(zeros._replace(q=dq, k=dk, v=dv))[0]
+        bias = _of_bias(x, config, config.bias.gradients(inputs, sums))
+    if part == 0:
+        return dataclasses.replace(zeros, q=q, k=k, v=v, bias=bias)
+    remap = list(zeros.remap)
+    remap[part - 1] = dataclasses.replace(remap[part - 1], q=q, k=k)
+    return dataclasses.replace(zeros, v=v, bias=bias, remap=tuple(remap))
+
+
+def _like(gradient, x):
+    """A gradient ``[batch, tokens, heads, size]``, without padding and in the layout of ``x``."""
+    tokens, size = x.shape[-2:]
+    return jnp.moveaxis(gradient[:, :tokens, :, :size], 1, 2).reshape(x.shape)
+
+
+def _of_bias(x: Call, config: KernelConfig, gradients: dict):
+    """The cotangent of a bias from that of its numbers."""
+
+    def numbers(bias):
+        return config.bias.numbers(_padded(dataclasses.replace(x, bias=bias)), _ahead(x))
+
+    return jax.vjp(numbers, x.bias)[1](gradients)[0]
 
 
 def _of_distances(x: Call, inputs: Inputs, config: KernelConfig, rows: OfQueries) -> jax.Array:
@@ -184,14 +200,10 @@ def _ahead(x: Call):
 
 
 def _prepared(x: Call, interpret) -> tuple[Inputs, KernelConfig]:
-    """The arrays of a call with one pair of features, and its static part."""
+    """The arrays of a call with one pair of features and a positive number as its scale, and its static part."""
     # Ranges that padding leads out of int32 become arrays below.
     ahead = _ahead(x)
     x = _padded(x)
-    # Only a positive number can be applied after the maximum of a row.
-    in_kernel = is_number(x.scale) and x.scale > 0
-    if not in_kernel:
-        x = x.scaled
     formula, *numbers = dissect(x.mask)
     places = x.q_positions, x.kv_positions
     ranged = tuple(isinstance(each, Range) for each in places)
@@ -204,7 +216,7 @@ def _prepared(x: Call, interpret) -> tuple[Inputs, KernelConfig]:
         ranged=ranged,
         bias=bias,
         softcap=None if x.softcap is None else x.softcap * LOG2E,
-        factor=(x.scale if in_kernel else 1.0) * LOG2E,
+        factor=x.scale * LOG2E,
         interpret=interpret,
     )
     inputs = Inputs(
