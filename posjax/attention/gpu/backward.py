@@ -32,7 +32,7 @@ from posjax.attention.gpu.ring import (
     ring_of_keys,
     ring_of_queries,
 )
-from posjax.attention.gpu.tile import Axis, Tile, axis, numbers_at, vectors_of
+from posjax.attention.gpu.tile import Tile, axis, numbers_at, vectors_of
 from posjax.attention.tiles import Kind
 
 GROUPS = 2
@@ -86,7 +86,7 @@ class _Scratch(NamedTuple):
     Args:
         first: the features of each group's own block: queries, or keys.
         second: gradients of its outputs, or its values.
-        floats: for a sum of each token of its block, or None.
+        floats: for sums of each token of its block, or None.
         ready: arrived at when both are copied.
         ring: of the tokens that it walks over.
         copy: for a factor of a product, in the interpreter.
@@ -210,7 +210,7 @@ def backward_keys(
         scratch=_Scratch(
             first=features((GROUPS, block, size)),
             second=features((GROUPS, block, value_size)),
-            floats=plgpu.SMEM((GROUPS, block), jnp.float32) if of_numbers else None,
+            floats=plgpu.SMEM((GROUPS, config.group, block), jnp.float32) if of_numbers else None,
             ready=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
             ring=ring_of_queries(x, rows, tokens=tiling.blocks.q, readers=GROUPS),
             copy=features((GROUPS, block, tiling.blocks.q)) if config.interpret else None,
@@ -237,9 +237,11 @@ def _keys_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, results: Of
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-        def queries(n):
-            head = kv_head * config.group + lax.div(n, walk.count)
-            return queries_at(x, rows, batch, head, pl.ds(walk.place(lax.rem(n, walk.count)), walk.tokens))
+        def queries(step):
+            # The heads of a tile one after the other: one loop over all, for two nested ones take more registers.
+            head = kv_head * config.group + lax.rem(step, jnp.int32(config.group))
+            place = walk.place(lax.div(step, jnp.int32(config.group)))
+            return queries_at(x, rows, batch, head, pl.ds(place, walk.tokens))
 
         feed(walk.count * config.group, [(scratch.ring, queries)], config.interpret)
 
@@ -253,39 +255,53 @@ def _of_keys(config, walk: Walk, x: Inputs, results: OfKeys, scratch: _Scratch, 
     numbers = numbers_at(x, 1, batch, keys, mosaic.ROWS)
     plgpu.barrier_wait(scratch.ready)
 
-    def of_head(dk, dv, g, _):
-        head = kv_head * config.group + g
-        of_bias = None
-        if config.bias.of_tokens:
-            gates = x.bias["k"]
-            of_bias = mosaic.load(gates.at[own(gates, batch), head, 0, keys], mosaic.ROWS)
-        k_axis = axis(config, x, 1, 0, first, numbers, of_bias)
-        start = None if results.numbers is None else mosaic.full((block,), 0, mosaic.ROWS)
-        step = partial(_add_queries, config, walk, x, scratch, dk, dv, batch, head, k_axis, g * walk.count)
-        d_numbers = walk.run(step, start)
-        if results.numbers is not None:
-            scratch.floats[...] = d_numbers
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(scratch.floats, results.numbers.at[batch, head, keys])
-            plgpu.wait_smem_to_gmem(0)
+    start = () if results.numbers is None else (mosaic.full((block,), 0, mosaic.ROWS),) * config.group
 
     def run(dk, dv):
-        lax.fori_loop(jnp.int32(0), jnp.int32(config.group), partial(of_head, dk, dv), None)
-        return dk[...], dv[...]
+        step = partial(_add_queries, config, walk, x, scratch, dk, dv, batch, kv_head, first, numbers)
+        d_numbers = walk.run(step, start, times=config.group)
+        return dk[...], dv[...], d_numbers
 
     sizes = x.k.shape[-1], x.v.shape[-1]
-    dk, dv = pl.run_scoped(run, *(mosaic.accumulator((block, size)) for size in sizes))
+    dk, dv, d_numbers = pl.run_scoped(run, *(mosaic.accumulator((block, size)) for size in sizes))
     mosaic.write(dk * (config.factor * LN2), results.k.at[batch, keys, kv_head], scratch.first)
     mosaic.write(dv, results.v.at[batch, keys, kv_head], scratch.second)
+    if results.numbers is not None:
+        for n, each in enumerate(d_numbers):
+            scratch.floats[n] = each
+        plgpu.commit_smem()
+        heads = pl.ds(kv_head * config.group, config.group)
+        plgpu.copy_smem_to_gmem(scratch.floats, results.numbers.at[batch, heads, keys])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _add_queries(config, walk, x, scratch, dk, dv, batch, head, k_axis: Axis, before, kind: Kind, n, d_numbers):
-    """Adds a tile to the gradients of 64 keys; ``before`` steps of the ring came before those of this head."""
+def _add_queries(
+    config,
+    walk: Walk,
+    x: Inputs,
+    scratch: _Scratch,
+    dk,
+    dv,
+    batch,
+    kv_head,
+    first,
+    numbers,
+    kind: Kind,
+    step,
+    d_numbers,
+):
+    """Adds a tile of one head to the gradients of 64 keys."""
     ring = scratch.ring
-    step = before + n
+    in_group = lax.rem(step, jnp.int32(config.group))
+    head = kv_head * config.group + in_group
+    place = walk.place(lax.div(step, jnp.int32(config.group)))
+    of_bias = None
+    if config.bias.of_tokens:
+        gates = x.bias["k"]
+        keys = pl.ds(first, mosaic.ROWS_OF_GROUP)
+        of_bias = mosaic.load(gates.at[own(gates, batch), head, 0, keys], mosaic.ROWS)
+    k_axis = axis(config, x, 1, 0, first, numbers, of_bias)
     queries = ring.at(step)
-    place = walk.place(n)
     shape = (mosaic.ROWS_OF_GROUP, walk.tokens)
     ring.wait(0, step)
     scores = mosaic.product_transposed(scratch.first, queries.first)
@@ -305,8 +321,9 @@ def _add_queries(config, walk, x, scratch, dk, dv, batch, head, k_axis: Axis, be
     d_scores = weights * (d_weights - mosaic.columns(correction, shape))
     if logits.slope is not None:
         d_scores *= logits.slope
-    if d_numbers is not None:
-        d_numbers -= d_scores.sum(axis=1)
+    if d_numbers:
+        of_tile = d_scores.sum(axis=1)
+        d_numbers = tuple(each - of_tile * (in_group == n).astype(jnp.float32) for n, each in enumerate(d_numbers))
     mosaic.add_product(dk, d_scores.astype(x.q.dtype), queries.first, scratch.copy)
     plgpu.wgmma_wait(1)
     ring.release(1, step)

@@ -126,10 +126,11 @@ class Walk(NamedTuple):
         """The first token of the column of the ``n``-th tile."""
         return self.order[n] * self.tokens
 
-    def run(self, step: Callable, carry):
-        """``carry = step(kind, n, carry)`` for every tile, in order."""
+    def run(self, step: Callable, carry, times: int = 1):
+        """``carry = step(kind, n, carry)`` for every tile in order, ``times`` steps for each."""
         first = jnp.int32(0)
-        for kind, stop in zip(self.kinds, self.ends, strict=True):
+        for kind, end in zip(self.kinds, self.ends, strict=True):
+            stop = end * times
             carry = jax.lax.fori_loop(first, stop, partial(step, kind), carry)
             first = stop
         return carry
