@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attention.kernels import TOKENS, Case, check_case
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from posjax.attention import attention
 from posjax.attention.call import Call
@@ -84,9 +85,11 @@ def test_forward_and_every_gradient(case, capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-def device(kind: str) -> AbstractMesh:
-    """A mesh of one GPU that this machine need not have."""
-    return AbstractMesh((1,), ("all",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(kind, 1, "cuda"))
+def device(kind: str, count: int = 1) -> AbstractMesh:
+    """A mesh of GPUs that this machine need not have."""
+    return AbstractMesh(
+        (count,), ("all",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(kind, 1, "cuda")
+    )
 
 
 def lowered(function, kind: str, size: int = 64, dtype=jnp.bfloat16) -> str:
@@ -100,9 +103,12 @@ def alibi(*features):
     return attention(*features, bias=ALiBi(), mask=Causal())
 
 
+def gradient(q, k, v):
+    return jax.grad(lambda *x: alibi(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))(q, k, v)
+
+
 def test_an_h100_runs_the_kernel_by_default():
-    text = lowered(jax.grad(lambda *x: alibi(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2)), "NVIDIA H100 80GB HBM3")
-    assert text.count("mosaic_gpu") >= 3
+    assert lowered(gradient, "NVIDIA H100 80GB HBM3").count("mosaic_gpu_v2") == 3
 
 
 @pytest.mark.parametrize(
@@ -115,4 +121,24 @@ def test_an_h100_runs_the_kernel_by_default():
 )
 def test_a_call_that_falls_to_loops_on_a_gpu_says_why(named, kind, settings):
     with pytest.warns(UserWarning, match=named):
-        assert "mosaic_gpu" not in lowered(alibi, kind, **settings)
+        assert "mosaic_gpu_v2" not in lowered(alibi, kind, **settings)
+
+
+def on_two_devices(q, k, v):
+    return jax.shard_map(gradient, in_specs=P("all"), out_specs=P("all"))(q, k, v)
+
+
+def forward_over_reverse(q, k, v):
+    return jax.jvp(lambda q: gradient(q, k, v), (q,), (q,))
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "kernels"),
+    [(jax.vmap(gradient), (3, 1), 3), (on_two_devices, (2,), 3), (forward_over_reverse, (1,), 3)],
+    ids=["vmap", "shard_map", "forward over reverse"],
+)
+def test_transformed_calls_are_lowered_to_the_kernels(function, rows, kernels):
+    x = jax.ShapeDtypeStruct((*rows, 1024, 2, 64), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(device("NVIDIA H100 80GB HBM3", rows[0] if rows == (2,) else 1)):
+        text = jax.jit(function).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") >= kernels

@@ -14,8 +14,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax's CUDA wheels"),
 ]
 TESTS = Path(__file__).parents[1]
-# With NVIDIA's assembler 13.5; for heads of 128 the gradients of keys and values fill the registers.
-SPILLED = {64: 0, 128: 900}
+# Bytes stored and loaded, by assembler 13.5. At 128 the gradients of keys and values fill the registers (most for FoX).
+SPILLED = {64: 0, 128: 2000}
 
 
 @pytest.mark.parametrize("size", SPILLED)

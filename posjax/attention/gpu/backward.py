@@ -51,7 +51,6 @@ def backward_queries(
     arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
     batch, queries, heads, size = x.q.shape
     block = mosaic.ROWS_OF_GROUP
-    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
     features = partial(mosaic.features, dtype=x.q.dtype)
 
     def kernel(*refs):
@@ -62,8 +61,8 @@ def backward_queries(
     return mosaic.kernel(
         kernel,
         out_type=[
-            shape(x.q.shape, jnp.float32 if wide else x.q.dtype),
-            shape((batch, heads, sums, queries), jnp.float32) if sums else None,
+            jax.ShapeDtypeStruct(x.q.shape, jnp.float32 if wide else x.q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, sums, queries), jnp.float32) if sums else None,
         ],
         scratch=_Scratch(
             first=features((GROUPS, block, size)),
@@ -192,7 +191,6 @@ def backward_keys(
     batch, keys, kv_heads, size = x.k.shape
     value_size = x.v.shape[-1]
     block = mosaic.ROWS_OF_GROUP
-    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
     features = partial(mosaic.features, dtype=x.q.dtype)
 
     def kernel(*refs):
@@ -203,9 +201,9 @@ def backward_keys(
     results = mosaic.kernel(
         kernel,
         out_type=[
-            shape(x.k.shape, jnp.float32 if wide else x.k.dtype),
-            shape(x.v.shape, jnp.float32 if wide else x.v.dtype),
-            shape((batch, kv_heads * config.group, keys), jnp.float32) if of_numbers else None,
+            jax.ShapeDtypeStruct(x.k.shape, jnp.float32 if wide else x.k.dtype),
+            jax.ShapeDtypeStruct(x.v.shape, jnp.float32 if wide else x.v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads * config.group, keys), jnp.float32) if of_numbers else None,
         ],
         scratch=_Scratch(
             first=features((GROUPS, block, size)),

@@ -87,7 +87,6 @@ def sums_by_distance(config: KernelConfig, x: Inputs, rows: OfQueries, along: Di
     tiling = along.tiling
     arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
     batch, _, heads, _ = x.q.shape
-    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
 
     def kernel(*refs):
         inputs, rows, lists = structure.unflatten(refs[: len(arrays)])
@@ -96,7 +95,7 @@ def sums_by_distance(config: KernelConfig, x: Inputs, rows: OfQueries, along: Di
 
     (sums,) = mosaic.kernel(
         kernel,
-        out_type=[shape((batch, heads, along.count, *BLOCKS[:2]), jnp.float32)],
+        out_type=[jax.ShapeDtypeStruct((batch, heads, along.count, *BLOCKS[:2]), jnp.float32)],
         scratch=_Scratch(
             ring_of_queries(x, rows, tokens=BLOCKS.q, readers=GROUPS),
             ring_of_keys(config, x, tokens=BLOCKS.k, readers=GROUPS),

@@ -74,9 +74,8 @@ def forward(config: KernelConfig, x: Inputs, tiling: Tiling, *, wide: bool) -> R
     batch, queries, heads, size = x.q.shape
     value_size = x.v.shape[-1]
     rows = mosaic.ROWS_OF_GROUP
-    shape = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x.q).manual_axis_type)
-    out = shape((batch, queries, heads, value_size), jnp.float32 if wide else x.v.dtype)
-    of_queries = shape((batch, heads, queries), jnp.float32)
+    out = jax.ShapeDtypeStruct((batch, queries, heads, value_size), jnp.float32 if wide else x.v.dtype)
+    of_queries = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
 
     def kernel(*refs):
         inputs, lists = structure.unflatten(refs[: len(arrays)])

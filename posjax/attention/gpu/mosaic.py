@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from posjax._lowered import vary, varying
+
 ROWS_OF_GROUP = 64
 """Rows of a tile of one warpgroup."""
 
@@ -30,7 +32,7 @@ COLUMNS = TILE.reduce(0)
 
 def kernel(body: Callable, *, out_type: list, scratch: Any, grid: dict[str, int], groups: int, name: str, interpret):
     """A function that runs ``body(*inputs, *outputs, scratch)`` in ``groups`` warpgroups for every point of a grid."""
-    return plgpu.kernel(
+    compiled = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=[scratch],
@@ -42,6 +44,13 @@ def kernel(body: Callable, *, out_type: list, scratch: Any, grid: dict[str, int]
         kernel_name=name,
         **({} if interpret is None else {"interpret": interpret}),
     )
+
+    def run(*arrays):
+        # Inside ``shard_map`` Mosaic does not say over which axes the results vary.
+        axes = varying(arrays[0])
+        return [None if each is None else vary(each, axes) for each in compiled(*arrays)]
+
+    return run
 
 
 def features(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
