@@ -1,7 +1,8 @@
 """Compiles the GPU kernels of a call for an H100, without one, and prints what the assembler says of each kernel.
 
-Usage: python -m attention.h100 FORM SIZE, with jax's CUDA wheels and NVIDIA's assembler installed. One JSON object a
-line: the kernel, its registers, bytes of spilled registers, bytes of shared memory, and warnings.
+Usage: ``python -m attention.h100 FORM SIZE``, a form of ``train.workshop.gpu``, with jax's CUDA wheels and NVIDIA's
+assembler installed. It prints one JSON object a kernel: its registers, bytes of spilled registers, bytes of shared
+memory, and warnings.
 """
 
 import glob
@@ -17,17 +18,11 @@ DUMP = tempfile.mkdtemp(prefix="posjax-h100-")
 os.environ.update(JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_TO=DUMP, MOSAIC_GPU_DUMP_PTXAS="1")
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-from posjax.attention import attention  # noqa: E402
-from posjax.bias import T5, ALiBi, FoX, Kerple  # noqa: E402
-from posjax.masks import Beyond, Causal, Segments, Window  # noqa: E402
-from posjax.remap import Branch  # noqa: E402
+from train.workshop.gpu import Shape, gradients  # noqa: E402
 
-TOKENS, HEADS, KV_HEADS = 4096, 16, 4
 NAME = "NVIDIA H100 80GB HBM3"
 # What the compiler must know of the device (from NVIDIA's tuning guide for Hopper and the data sheet of the H100 SXM).
 H100 = f"""
@@ -47,39 +42,18 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{NAME}"
 """
-BIASES = {"alibi": ALiBi(), "slopes": ALiBi(learned=True), "t5": T5(), "kerple": Kerple()}
-MASKS = {"segments": Causal() & Segments(np.arange(TOKENS)[None] // 1500), "window": Causal() & Window(1024)}
-
-
-def output(form: str, q, k, v, params, gates):
-    """One call of attention. ``form``: of the bias, or of the mask, or ``"softcap"``, ``"far"`` or ``"none"``."""
-    bias = BIASES[form].bind(params, num_heads=HEADS) if form in BIASES else None
-    if form == "fox":
-        bias = FoX().bind(num_heads=HEADS, q_gates=gates, kv_gates=gates)
-    remap = [Branch(2 * q, k, Beyond(1024))] if form == "far" else ()
-    softcap = 30.0 if form == "softcap" else None
-    mask = MASKS.get(form, Causal())
-    return attention(q, k, v, bias=bias, mask=mask, softcap=softcap, remap=remap, implementation="gpu")
 
 
 def compiled(form: str, size: int) -> None:
-    """Compiles a call and its gradients."""
+    """Compiles a call with grouped heads, and its gradients."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("all",))
     whole = NamedSharding(mesh, PartitionSpec())
-
-    def shape(*sizes, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)
-
-    def loss(*arguments):
-        return output(form, *arguments).astype(jnp.float32).sum()
-
-    q, k = (shape(1, TOKENS, heads, size) for heads in (HEADS, KV_HEADS))
-    params = BIASES[form].init(jax.random.key(0), HEADS) if form in BIASES else {}
-    params = jax.tree.map(lambda leaf: shape(*leaf.shape, dtype=leaf.dtype), params)
-    gates = shape(1, HEADS, TOKENS, dtype=jnp.float32)
+    call = Shape(form, 4096, size, heads=16, kv_heads=4)
+    arguments = jax.eval_shape(call.arguments)
+    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).lower(q, k, k, params, gates).compile()
+        jax.jit(gradients(call)).lower(*arguments).compile()
 
 
 def reports() -> list[dict]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from train.workshop.gpu import FORMS
+
 pytestmark = [
     pytest.mark.compile,
     pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax's CUDA wheels"),
@@ -19,9 +21,7 @@ SPILLED = {64: 0, 128: 2000}
 
 
 @pytest.mark.parametrize("size", SPILLED)
-@pytest.mark.parametrize(
-    "form", ["none", "alibi", "slopes", "t5", "kerple", "fox", "segments", "window", "softcap", "far"]
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_kernels_fit_an_h100(form, size):
     """No product waits for another one, and registers are not spilled at heads of 64."""
     (nvidia,) = importlib.util.find_spec("nvidia").submodule_search_locations
