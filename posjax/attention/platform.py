@@ -118,7 +118,7 @@ def _on_any_platform(call: Call, with_lse: bool) -> Rows:
     """The kernel of the platform that the program is lowered for, if it supports the call, otherwise ``blockwise``."""
     backends = Backends(BACKENDS["blockwise"], _supporting(call))
     cudnn_refusal = _cudnn_refusal(call, with_lse)
-    _log_choice("cuda", cudnn_refusal)
+    _log_choice("cuda", "cuDNN", cudnn_refusal)
     if cudnn_refusal and "cuda" not in dict(backends.kernels) and _is_for_cuda():
         why = f"the kernel: {_refusal('gpu', call)}; cuDNN: {cudnn_refusal}"
         warnings.warn(
@@ -139,7 +139,7 @@ def _supporting(call: Call) -> tuple[tuple[str, Backend], ...]:
     refusals = {name: _refusal(name, call) for name in KERNELS}
     for name, why in refusals.items():
         platform, kernels = KERNELS[name]
-        _log_choice(platform, why)
+        _log_choice(platform, "the kernel of posjax", why)
         device = mesh_of_types(call.q, call.k, call.v).abstract_device
         on_mesh = device is not None and device.platform == platform and split_by_compiler(call.q, call.k, call.v)
         if on_mesh and kernels.refusal(call) is None:
@@ -153,8 +153,8 @@ def _is_for_cuda() -> bool:
     return jax.default_backend() == "gpu" if target is None else target.platform == "cuda"
 
 
-def _log_choice(platform: str, refusal: str | None) -> None:
-    choice = "its own kernel" if refusal is None else f"'blockwise', because {refusal}"
+def _log_choice(platform: str, kernel: str, refusal: str | None) -> None:
+    choice = kernel if refusal is None else f"not {kernel}, because {refusal}"
     _log.debug("attention on %s: %s", platform, choice)
 
 
