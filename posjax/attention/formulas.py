@@ -182,6 +182,8 @@ def _primitives(jaxpr) -> Iterator[str]:
             yield from _primitives(equation.params["jaxpr"].jaxpr)
         elif name == "select_n" and equation.outvars[0].aval.dtype == jnp.bool_:
             yield "where of booleans"
+        elif name == "not" and equation.outvars[0].aval.dtype == jnp.bool_:
+            yield "not of booleans (write x ^ True)"
         else:
             yield name
 

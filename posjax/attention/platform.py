@@ -141,7 +141,9 @@ def _supporting(call: Call) -> tuple[tuple[str, Backend], ...]:
         platform, kernels = KERNELS[name]
         _log_choice(platform, "the kernel of posjax", why)
         device = mesh_of_types(call.q, call.k, call.v).abstract_device
-        on_mesh = device is not None and device.platform == platform and split_by_compiler(call.q, call.k, call.v)
+        on_mesh = (
+            device is not None and device.platform in _names(platform) and split_by_compiler(call.q, call.k, call.v)
+        )
         if on_mesh and kernels.refusal(call) is None:
             warnings.warn(f"attention runs without its {name.upper()} kernel: {why}", stacklevel=2)
     return tuple(KERNELS[name] for name, why in refusals.items() if why is None)
@@ -150,7 +152,12 @@ def _supporting(call: Call) -> tuple[tuple[str, Backend], ...]:
 def _is_for_cuda() -> bool:
     """Whether programs are for an NVIDIA GPU: that of the mesh in use, or of this machine."""
     target = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() == "gpu" if target is None else target.platform == "cuda"
+    return (jax.default_backend() if target is None else target.platform) in _names("cuda")
+
+
+def _names(platform: str) -> tuple[str, ...]:
+    """What devices and meshes call a platform that programs are lowered for."""
+    return ("gpu", "cuda") if platform == "cuda" else (platform,)
 
 
 def _log_choice(platform: str, kernel: str, refusal: str | None) -> None:
@@ -186,7 +193,7 @@ def _by_kernels(name: str, call: Call) -> Rows:
         return computed(backends, call)
     except (ValueError, NotImplementedError) as error:
         # When tracing, the platform is not known yet; without the device, jax raises later, when it lowers the program.
-        if isinstance(call.q, jax.core.Tracer) or jax.default_backend() == platform:
+        if isinstance(call.q, jax.core.Tracer) or jax.default_backend() in _names(platform):
             raise
         why = f"found no {name.upper()}; use 'blockwise', or None to choose"
         raise ValueError(f"implementation={name!r}: {why}") from error

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
         out: the output; exactly 0 for a query that sees no key.
         lse: the log-sum-exp ``L``, rounded; minus infinity for a query that sees no key.
         rest: ``L - lse``, what rounding lost. It has no gradient: that of ``L`` is the gradient of ``lse``.
-        subtracted: ``lse`` in base 2, if a kernel for TPUs computed it, else ``lse``. The backward kernel subtracts it
+        subtracted: ``lse`` in base 2, if a kernel computed it, else ``lse``. The backward kernel subtracts it
             from its logits: a large number would not survive the way to base e and back. It has no gradient.
     """
 

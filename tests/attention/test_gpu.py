@@ -87,9 +87,7 @@ def test_forward_and_every_gradient(case, capsys):
 
 def device(kind: str, count: int = 1) -> AbstractMesh:
     """A mesh of GPUs that this machine need not have."""
-    return AbstractMesh(
-        (count,), ("all",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(kind, 1, "cuda")
-    )
+    return AbstractMesh((count,), ("all",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(kind, 1, "gpu"))
 
 
 def lowered(function, kind: str, size: int = 64, dtype=jnp.bfloat16) -> str:

@@ -85,7 +85,11 @@ def _device_refusal() -> str | None:
     if jax.default_backend() != "gpu":
         return "found no GPU"
     found = {getattr(device, "compute_capability", "none") for device in jax.local_devices()}
-    return None if found == {"9.0"} else f"the kernels are for compute capability 9.0 (H100), found {', '.join(found)}"
+    return (
+        None
+        if found == {"9.0"}
+        else f"the kernels are for compute capability 9.0 (H100), found {', '.join(sorted(found))}"
+    )
 
 
 def _entry():

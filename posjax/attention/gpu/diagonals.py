@@ -32,6 +32,7 @@ from posjax.attention.gpu.tile import Tile, axis, vectors_of
 from posjax.attention.tiles import NEAR, Blocks, Kind, TilePlan, visits
 
 GROUPS = 2
+"""Warpgroups that compute."""
 _REGISTERS = 232
 
 BLOCKS = Blocks(BLOCK, 64)
@@ -71,6 +72,11 @@ def diagonals(plan: TilePlan, constant_from: int | None, ahead) -> Diagonals:
     inside = (column >= 0) & (column < columns)
     along = grid[:, np.arange(rows), np.clip(column, 0, columns - 1)]
     along = along * (inside & xp.asarray(near)[along])
+    if isinstance(along, np.ndarray):
+        (visited,) = np.nonzero(along.any((0, 2)))
+        part = slice(visited[0], visited[-1] + 1) if visited.size else slice(1)
+        which = which[part]
+        along = along[:, part]
     lists = Lists(*(jnp.asarray(array, jnp.int32) for array in visits(along, len(plan.kinds))))
     return Diagonals(Tiling(BLOCKS, plan.kinds, lists), int(which[0]))
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from posjax.attention.formulas import allowed, exact_difference
+from posjax.attention.formulas import LOG2E, allowed, exact_difference
 from posjax.attention.gpu import mosaic
 from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, own
 from posjax.attention.gpu.ring import Step
@@ -104,7 +104,7 @@ class Tile:
         if config.bias.adds or config.softcap is not None:
             numbers, factor = config.bias.add(self, kind.reach, scores * config.factor), None
         if config.softcap is not None:
-            ratio = jnp.tanh(numbers * (1 / config.softcap))
+            ratio = _tanh(numbers * (1 / config.softcap))
             numbers = config.softcap * ratio
             slope = 1 - ratio * ratio
         if kind.masked and config.formula is not None:
@@ -135,6 +135,13 @@ class Logits(NamedTuple):
     def weights(self, subtracted):
         """``2^(z - subtracted)``."""
         return jnp.exp2((self.numbers if self.factor is None else self.numbers * self.factor) - subtracted)
+
+
+def _tanh(x):
+    """``tanh x`` from an exponential: the GPU's own ``tanh`` is off by 2^-11."""
+    power = jnp.exp2(jnp.minimum(jnp.abs(x) * (2 * LOG2E), 60.0))
+    size = 1 - 2 / (power + 1)
+    return jnp.where(x < 0, -size, size)
 
 
 def axis(config: KernelConfig, x: Inputs, side: int, dimension: int, index, numbers: tuple = (), of_bias=None) -> Axis:
