@@ -23,21 +23,16 @@ from posjax.attention.formulas import LN2
 from posjax.attention.gpu import mosaic
 from posjax.attention.gpu.inputs import Inputs, KernelConfig, Tiling, Walk, own
 from posjax.attention.gpu.ring import (
-    PRODUCER_REGISTERS,
     OfQueries,
     Ring,
     feed,
-    keys_at,
+    feed_keys,
     queries_at,
     ring_of_keys,
     ring_of_queries,
 )
 from posjax.attention.gpu.tile import Tile, axis, numbers_at, vectors_of
 from posjax.attention.tiles import Kind
-
-GROUPS = 2
-"""Warpgroups that compute."""
-_REGISTERS = 232
 
 
 def backward_queries(
@@ -48,35 +43,33 @@ def backward_queries(
     The sums, ``KernelBias.sums`` for each query, are float32 ``[batch, heads, n, queries]``, or None.
     """
     sums = config.bias.sums if of_bias else 0
-    arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
     batch, queries, heads, size = x.q.shape
     block = mosaic.ROWS_OF_GROUP
     features = partial(mosaic.features, dtype=x.q.dtype)
 
-    def kernel(*refs):
-        inputs, rows, lists = structure.unflatten(refs[: len(arrays)])
-        *results, scratch = refs[len(arrays) :]
-        _queries_kernel(config, tiling._replace(lists=lists), inputs, rows, *results, scratch)
+    def body(inputs, dq_ref, sums_ref, scratch):
+        x, rows, lists = inputs
+        _queries_kernel(config, tiling._replace(lists=lists), x, rows, dq_ref, sums_ref, scratch)
 
-    return mosaic.kernel(
-        kernel,
+    return mosaic.run(
+        body,
+        (x, rows, tiling.lists),
         out_type=[
             jax.ShapeDtypeStruct(x.q.shape, jnp.float32 if wide else x.q.dtype),
             jax.ShapeDtypeStruct((batch, heads, sums, queries), jnp.float32) if sums else None,
         ],
         scratch=_Scratch(
-            first=features((GROUPS, block, size)),
-            second=features((GROUPS, block, x.v.shape[-1])),
-            floats=plgpu.SMEM((GROUPS, sums, block), jnp.float32) if sums else None,
-            ready=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
-            ring=ring_of_keys(config, x, tokens=tiling.blocks.k, readers=GROUPS),
-            copy=features((GROUPS, block, tiling.blocks.k)) if config.interpret else None,
+            first=features((mosaic.GROUPS, block, size)),
+            second=features((mosaic.GROUPS, block, x.v.shape[-1])),
+            floats=plgpu.SMEM((mosaic.GROUPS, sums, block), jnp.float32) if sums else None,
+            ready=plgpu.Barrier(num_arrivals=2, num_barriers=mosaic.GROUPS),
+            ring=ring_of_keys(config, x, tokens=tiling.blocks.k),
+            copy=features((mosaic.GROUPS, block, tiling.blocks.k)) if config.interpret else None,
         ),
         grid={"head": heads, "row": queries // tiling.blocks.q, "batch": batch},
-        groups=GROUPS + 1,
         name="posjax_attention_backward_queries",
         interpret=config.interpret,
-    )(*arrays)
+    )
 
 
 class _Scratch(NamedTuple):
@@ -105,25 +98,15 @@ class _Scratch(NamedTuple):
 
 
 def _queries_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, dq_ref, sums_ref, scratch) -> None:
-    batch, head, group = (lax.axis_index(name) for name in ("batch", "head", mosaic.GROUP))
+    batch, head = (lax.axis_index(name) for name in ("batch", "head"))
     row = x.q.shape[1] // tiling.blocks.q - 1 - lax.axis_index("row")
     walk = Walk.of(tiling.kinds, tiling.lists, batch, row, tiling.blocks.k)
 
-    @pl.when(group < GROUPS)
-    def _():
-        plgpu.set_max_registers(_REGISTERS, action="increase")
+    def compute(group):
         first = row * tiling.blocks.q + group * mosaic.ROWS_OF_GROUP
         _of_queries(config, walk, x, rows, dq_ref, sums_ref, scratch.of_group(group), batch, head, first)
 
-    @pl.when(group == GROUPS)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        kv_head = lax.div(head, jnp.int32(config.group))
-
-        def keys(n):
-            return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n), walk.tokens))
-
-        feed(walk.count, [(scratch.ring, keys)], config.interpret)
+    mosaic.in_roles(compute, lambda: feed_keys(config, x, walk, scratch.ring, batch, head))
 
 
 def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, sums_ref, scratch, batch, head, first):
@@ -187,61 +170,57 @@ def backward_keys(
 ) -> OfKeys:
     """The gradients of keys and values, in float32 if ``wide``; and ``-sum_i dS`` for each key if the bias needs it."""
     of_numbers = of_bias and config.bias.of_tokens
-    arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
     batch, keys, kv_heads, size = x.k.shape
     value_size = x.v.shape[-1]
     block = mosaic.ROWS_OF_GROUP
     features = partial(mosaic.features, dtype=x.q.dtype)
 
-    def kernel(*refs):
-        inputs, rows, lists = structure.unflatten(refs[: len(arrays)])
-        *results, scratch = refs[len(arrays) :]
-        _keys_kernel(config, tiling._replace(lists=lists), inputs, rows, OfKeys(*results), scratch)
+    def body(inputs, *refs):
+        x, rows, lists = inputs
+        *results, scratch = refs
+        _keys_kernel(config, tiling._replace(lists=lists), x, rows, OfKeys(*results), scratch)
 
-    results = mosaic.kernel(
-        kernel,
+    results = mosaic.run(
+        body,
+        (x, rows, tiling.lists),
         out_type=[
             jax.ShapeDtypeStruct(x.k.shape, jnp.float32 if wide else x.k.dtype),
             jax.ShapeDtypeStruct(x.v.shape, jnp.float32 if wide else x.v.dtype),
             jax.ShapeDtypeStruct((batch, kv_heads * config.group, keys), jnp.float32) if of_numbers else None,
         ],
         scratch=_Scratch(
-            first=features((GROUPS, block, size)),
-            second=features((GROUPS, block, value_size)),
-            floats=plgpu.SMEM((GROUPS, config.group, block), jnp.float32) if of_numbers else None,
-            ready=plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
-            ring=ring_of_queries(x, rows, tokens=tiling.blocks.q, readers=GROUPS),
-            copy=features((GROUPS, block, tiling.blocks.q)) if config.interpret else None,
+            first=features((mosaic.GROUPS, block, size)),
+            second=features((mosaic.GROUPS, block, value_size)),
+            floats=plgpu.SMEM((mosaic.GROUPS, config.group, block), jnp.float32) if of_numbers else None,
+            ready=plgpu.Barrier(num_arrivals=2, num_barriers=mosaic.GROUPS),
+            ring=ring_of_queries(x, rows, tokens=tiling.blocks.q),
+            copy=features((mosaic.GROUPS, block, tiling.blocks.q)) if config.interpret else None,
         ),
         grid={"kv_head": kv_heads, "row": keys // tiling.blocks.k, "batch": batch},
-        groups=GROUPS + 1,
         name="posjax_attention_backward_keys",
         interpret=config.interpret,
-    )(*arrays)
+    )
     return OfKeys(*results)
 
 
 def _keys_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, results: OfKeys, scratch: _Scratch) -> None:
-    batch, kv_head, row, group = (lax.axis_index(name) for name in ("batch", "kv_head", "row", mosaic.GROUP))
+    batch, kv_head, row = (lax.axis_index(name) for name in ("batch", "kv_head", "row"))
     walk = Walk.of(tiling.kinds, tiling.lists, batch, row, tiling.blocks.q)
 
-    @pl.when(group < GROUPS)
-    def _():
-        plgpu.set_max_registers(_REGISTERS, action="increase")
+    def compute(group):
         first = row * tiling.blocks.k + group * mosaic.ROWS_OF_GROUP
         _of_keys(config, walk, x, results, scratch.of_group(group), batch, kv_head, first)
 
-    @pl.when(group == GROUPS)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    def queries(step):
+        # The heads of a tile one after the other: one loop over all, for two nested ones take more registers.
+        head = kv_head * config.group + lax.rem(step, jnp.int32(config.group))
+        place = walk.place(lax.div(step, jnp.int32(config.group)))
+        return queries_at(x, rows, batch, head, pl.ds(place, walk.tokens))
 
-        def queries(step):
-            # The heads of a tile one after the other: one loop over all, for two nested ones take more registers.
-            head = kv_head * config.group + lax.rem(step, jnp.int32(config.group))
-            place = walk.place(lax.div(step, jnp.int32(config.group)))
-            return queries_at(x, rows, batch, head, pl.ds(place, walk.tokens))
-
+    def copy():
         feed(walk.count * config.group, [(scratch.ring, queries)], config.interpret)
+
+    mosaic.in_roles(compute, copy)
 
 
 def _of_keys(config, walk: Walk, x: Inputs, results: OfKeys, scratch: _Scratch, batch, kv_head, first) -> None:

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posjax.attention.gpu import mosaic
 from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, Lists, Tiling, Walk
 from posjax.attention.gpu.ring import (
-    PRODUCER_REGISTERS,
     OfQueries,
     Ring,
     feed,
@@ -30,10 +28,6 @@ from posjax.attention.gpu.ring import (
 )
 from posjax.attention.gpu.tile import Tile, axis, vectors_of
 from posjax.attention.tiles import NEAR, Blocks, Kind, TilePlan, visits
-
-GROUPS = 2
-"""Warpgroups that compute."""
-_REGISTERS = 232
 
 BLOCKS = Blocks(BLOCK, 64)
 """Queries of both groups, and keys."""
@@ -91,26 +85,24 @@ class _Scratch(NamedTuple):
 def sums_by_distance(config: KernelConfig, x: Inputs, rows: OfQueries, along: Diagonals) -> jax.Array:
     """``dS`` summed over all pairs of each distance from ``-keys`` to ``queries - 1``, ``[heads, queries + keys]``."""
     tiling = along.tiling
-    arrays, structure = jax.tree.flatten((x, rows, tiling.lists))
     batch, _, heads, _ = x.q.shape
 
-    def kernel(*refs):
-        inputs, rows, lists = structure.unflatten(refs[: len(arrays)])
-        sums, scratch = refs[len(arrays) :]
-        _kernel(config, along._replace(tiling=tiling._replace(lists=lists)), inputs, rows, sums, scratch)
+    def body(inputs, sums_ref, scratch):
+        x, rows, lists = inputs
+        _kernel(config, along._replace(tiling=tiling._replace(lists=lists)), x, rows, sums_ref, scratch)
 
-    (sums,) = mosaic.kernel(
-        kernel,
+    (sums,) = mosaic.run(
+        body,
+        (x, rows, tiling.lists),
         out_type=[jax.ShapeDtypeStruct((batch, heads, along.count, *BLOCKS[:2]), jnp.float32)],
         scratch=_Scratch(
-            ring_of_queries(x, rows, tokens=BLOCKS.q, readers=GROUPS),
-            ring_of_keys(config, x, tokens=BLOCKS.k, readers=GROUPS),
+            ring_of_queries(x, rows, tokens=BLOCKS.q),
+            ring_of_keys(config, x, tokens=BLOCKS.k),
         ),
         grid={"head": heads, "diagonal": along.count, "batch": batch},
-        groups=GROUPS + 1,
         name="posjax_attention_backward_distances",
         interpret=config.interpret,
-    )(*arrays)
+    )
     return _summed(sums.sum(0), along.first, x.q.shape[1], x.k.shape[1])
 
 
@@ -134,29 +126,26 @@ def _summed(tiles, first: int, queries: int, keys: int):
 
 
 def _kernel(config: KernelConfig, along: Diagonals, x: Inputs, rows: OfQueries, sums_ref, scratch: _Scratch) -> None:
-    batch, head, diagonal, group = (lax.axis_index(name) for name in ("batch", "head", "diagonal", mosaic.GROUP))
+    batch, head, diagonal = (lax.axis_index(name) for name in ("batch", "head", "diagonal"))
     ahead = (along.first + diagonal) * BLOCKS.k
     walk = Walk.of(along.tiling.kinds, along.tiling.lists, batch, diagonal, BLOCKS.q)
+    kv_head = lax.div(head, jnp.int32(config.group))
 
-    @pl.when(group < GROUPS)
-    def _():
-        plgpu.set_max_registers(_REGISTERS, action="increase")
+    def compute(group):
         start = mosaic.full((mosaic.ROWS_OF_GROUP, BLOCKS.k), 0, mosaic.TILE)
         sums = walk.run(partial(_plus_tile, config, walk, x, scratch, batch, head, group, ahead), start)
         sums_ref[batch, head, diagonal, pl.ds(group * mosaic.ROWS_OF_GROUP, mosaic.ROWS_OF_GROUP)] = sums
 
-    @pl.when(group == GROUPS)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        kv_head = lax.div(head, jnp.int32(config.group))
+    def queries(n):
+        return queries_at(x, rows, batch, head, pl.ds(walk.place(n), BLOCKS.q))
 
-        def queries(n):
-            return queries_at(x, rows, batch, head, pl.ds(walk.place(n), BLOCKS.q))
+    def keys(n):
+        return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n) - ahead, BLOCKS.k))
 
-        def keys(n):
-            return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n) - ahead, BLOCKS.k))
-
+    def copy():
         feed(walk.count, [(scratch.queries, queries), (scratch.keys, keys)], config.interpret)
+
+    mosaic.in_roles(compute, copy)
 
 
 def _plus_tile(config, walk: Walk, x: Inputs, scratch: _Scratch, batch, head, group, ahead, kind: Kind, n, sums):

@@ -36,19 +36,11 @@ def effects_of(interpret) -> frozenset:
     """The side effects of a kernel that is interpreted."""
 
     def copy(x):
-        def kernel(source, target, _):
+        def body(source, target, _):
             target[...] = source[...]
 
-        run = mosaic.kernel(
-            kernel,
-            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-            scratch=None,
-            grid={"all": 1},
-            groups=1,
-            name="copy",
-            interpret=interpret,
-        )
-        return run(x)
+        out = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+        return mosaic.run(body, x, out_type=out, scratch=None, grid={"all": 1}, name="copy", interpret=interpret)
 
     return frozenset(jax.make_jaxpr(copy)(jax.ShapeDtypeStruct((128,), jnp.float32)).effects)
 
@@ -88,8 +80,15 @@ def _plus(lse, rest, constant) -> tuple:
 
 def gradients(x: Call, interpret, per_query: PerQuery, *, of_bias: bool, wide: bool = False) -> Call:
     """The cotangent of a call; ``wide``: that of queries, keys and values in float32."""
-    parts = (_gradients(x, n, interpret, per_query, of_bias, wide) for n in range(len(x.pairs)))
-    return reduce(partial(jax.tree.map, _sum), parts)
+    # The values have a gradient from every part: these are added before they are rounded.
+    several = len(x.pairs) > 1
+    parts = (_gradients(x, n, interpret, per_query, of_bias, wide or several) for n in range(len(x.pairs)))
+    sums = reduce(partial(jax.tree.map, _sum), parts)
+    return jax.tree.map(_rounded, sums, x) if several and not wide else sums
+
+
+def _rounded(gradient, leaf):
+    return gradient if gradient.dtype == jax.dtypes.float0 else gradient.astype(leaf.dtype)
 
 
 def _sum(a, b):

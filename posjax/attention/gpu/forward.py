@@ -22,13 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posjax.attention.gpu import mosaic
 from posjax.attention.gpu.inputs import Inputs, KernelConfig, Tiling, Walk
-from posjax.attention.gpu.ring import PRODUCER_REGISTERS, Ring, feed, keys_at, ring_of_keys
+from posjax.attention.gpu.ring import Ring, feed_keys, ring_of_keys
 from posjax.attention.gpu.tile import Axis, Tile, axis, numbers_at, vectors_of
 from posjax.attention.tiles import Kind
-
-GROUPS = 2
-"""Warpgroups that compute."""
-_REGISTERS = 232
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """Initial running maximum: no finite logit is below it, so that a row without keys needs no special case."""
@@ -70,58 +66,47 @@ class _Scratch(NamedTuple):
 
 def forward(config: KernelConfig, x: Inputs, tiling: Tiling, *, wide: bool) -> Results:
     """The results; the output in float32 if ``wide``, otherwise in the dtype of the values."""
-    arrays, structure = jax.tree.flatten((x, tiling.lists))
     batch, queries, heads, size = x.q.shape
     value_size = x.v.shape[-1]
     rows = mosaic.ROWS_OF_GROUP
     out = jax.ShapeDtypeStruct((batch, queries, heads, value_size), jnp.float32 if wide else x.v.dtype)
     of_queries = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
 
-    def kernel(*refs):
-        inputs, lists = structure.unflatten(refs[: len(arrays)])
-        *results, scratch = refs[len(arrays) :]
-        _kernel(config, tiling._replace(lists=lists), inputs, Results(*results), scratch)
+    def body(inputs, *refs):
+        x, lists = inputs
+        *results, scratch = refs
+        _kernel(config, tiling._replace(lists=lists), x, Results(*results), scratch)
 
-    results = mosaic.kernel(
-        kernel,
+    results = mosaic.run(
+        body,
+        (x, tiling.lists),
         out_type=[out, of_queries, of_queries],
         scratch=_Scratch(
-            q=mosaic.features((GROUPS, rows, size), x.q.dtype),
-            out=None if wide or value_size == size else mosaic.features((GROUPS, rows, value_size), x.v.dtype),
-            statistics=plgpu.SMEM((GROUPS, 2, rows), jnp.float32),
-            q_ready=plgpu.Barrier(num_barriers=GROUPS),
-            turn=plgpu.Barrier(num_arrivals=GROUPS),
-            ring=ring_of_keys(config, x, tokens=tiling.blocks.k, readers=GROUPS),
+            q=mosaic.features((mosaic.GROUPS, rows, size), x.q.dtype),
+            out=None if wide or value_size == size else mosaic.features((mosaic.GROUPS, rows, value_size), x.v.dtype),
+            statistics=plgpu.SMEM((mosaic.GROUPS, 2, rows), jnp.float32),
+            q_ready=plgpu.Barrier(num_barriers=mosaic.GROUPS),
+            turn=plgpu.Barrier(num_arrivals=mosaic.GROUPS),
+            ring=ring_of_keys(config, x, tokens=tiling.blocks.k),
         ),
         grid={"head": heads, "row": queries // tiling.blocks.q, "batch": batch},
-        groups=GROUPS + 1,
         name="posjax_attention_forward",
         interpret=config.interpret,
-    )(*arrays)
+    )
     return Results(*results)
 
 
 def _kernel(config: KernelConfig, tiling: Tiling, x: Inputs, results: Results, scratch: _Scratch) -> None:
-    batch, head, group = (lax.axis_index(name) for name in ("batch", "head", mosaic.GROUP))
+    batch, head = (lax.axis_index(name) for name in ("batch", "head"))
     # The last block of queries first: with a causal mask its row of tiles is the longest.
     row = x.q.shape[1] // tiling.blocks.q - 1 - lax.axis_index("row")
     walk = Walk.of(tiling.kinds, tiling.lists, batch, row, tiling.blocks.k)
 
-    @pl.when(group < GROUPS)
-    def _():
-        plgpu.set_max_registers(_REGISTERS, action="increase")
+    def compute(group):
         queries = row * tiling.blocks.q + group * mosaic.ROWS_OF_GROUP
         _Group(config, x, walk, results, scratch, batch, head, group, queries).run()
 
-    @pl.when(group == GROUPS)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        kv_head = lax.div(head, jnp.int32(config.group))
-
-        def keys(n):
-            return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n), walk.tokens))
-
-        feed(walk.count, [(scratch.ring, keys)], config.interpret)
+    mosaic.in_roles(compute, lambda: feed_keys(config, x, walk, scratch.ring, batch, head))
 
 
 class _Sums(NamedTuple):

@@ -11,6 +11,7 @@ is in registers, and code in MLIR; the functions that need these have a second f
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,6 +23,11 @@ from posjax._lowered import vary, varying
 ROWS_OF_GROUP = 64
 """Rows of a tile of one warpgroup."""
 
+GROUPS = 2
+"""Warpgroups that compute."""
+_COMPUTING_REGISTERS, _COPYING_REGISTERS = 232, 40
+"""Registers of a thread: the three warpgroups share 3 x 168."""
+
 GROUP = "group"
 """The axis of the warpgroups of a kernel."""
 
@@ -30,27 +36,48 @@ ROWS = TILE.reduce(1)
 COLUMNS = TILE.reduce(0)
 
 
-def kernel(body: Callable, *, out_type: list, scratch: Any, grid: dict[str, int], groups: int, name: str, interpret):
-    """A function that runs ``body(*inputs, *outputs, scratch)`` in ``groups`` warpgroups for every point of a grid."""
-    compiled = plgpu.kernel(
-        body,
+def run(
+    body: Callable, inputs: Any, *, out_type: list, scratch: Any, grid: dict[str, int], name: str, interpret
+) -> list:
+    """Runs ``body(inputs, *outputs, scratch)``, all of them references, for every point of a grid.
+
+    ``inputs`` is a tree of arrays. ``GROUPS`` warpgroups compute and one copies: see ``in_roles``.
+    """
+    arrays, structure = jax.tree.flatten(inputs)
+
+    def kernel(*refs):
+        body(structure.unflatten(refs[: len(arrays)]), *refs[len(arrays) :])
+
+    results = plgpu.kernel(
+        kernel,
         out_type=out_type,
         scratch_types=[scratch],
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        num_threads=groups,
+        num_threads=GROUPS + 1,
         thread_name=GROUP,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
         **({} if interpret is None else {"interpret": interpret}),
-    )
+    )(*arrays)
+    # Inside ``shard_map`` Mosaic does not say over which axes the results vary.
+    axes = varying(arrays[0])
+    return [None if each is None else vary(each, axes) for each in results]
 
-    def run(*arrays):
-        # Inside ``shard_map`` Mosaic does not say over which axes the results vary.
-        axes = varying(arrays[0])
-        return [None if each is None else vary(each, axes) for each in compiled(*arrays)]
 
-    return run
+def in_roles(compute: Callable[[Any], None], copy: Callable[[], None]) -> None:
+    """Runs ``compute(group)`` in the warpgroups that compute, and ``copy()`` in the one that copies."""
+    group = lax.axis_index(GROUP)
+
+    @pl.when(group < GROUPS)
+    def _():
+        plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
+        compute(group)
+
+    @pl.when(group == GROUPS)
+    def _():
+        plgpu.set_max_registers(_COPYING_REGISTERS, action="decrease")
+        copy()
 
 
 def features(shape: tuple[int, ...], dtype) -> plgpu.SMEM:

@@ -10,10 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posjax.attention.gpu import mosaic
-from posjax.attention.gpu.inputs import Inputs, KernelConfig, own
-
-PRODUCER_REGISTERS = 40
-"""Registers that a thread of the copying warpgroup keeps; the others share the rest."""
+from posjax.attention.gpu.inputs import Inputs, KernelConfig, Walk, own
 
 
 class Step(NamedTuple):
@@ -127,11 +124,11 @@ def queries_at(x: Inputs, rows: OfQueries, batch, head, tokens) -> Step:
     )
 
 
-def ring_of_queries(x: Inputs, rows: OfQueries, *, tokens: int, readers: int) -> Ring:
+def ring_of_queries(x: Inputs, rows: OfQueries, *, tokens: int) -> Ring:
     """The types of a ring for the queries of a call, in the backward pass."""
     first, second = ((array.shape[-1], array.dtype) for array in (x.q, rows.d_out))
     ints = 0 if x.numbers[0] is None else x.numbers[0].shape[1]
-    return _types(first, second, ints, 2, tokens=tokens, readers=readers)
+    return _types(first, second, ints, 2, tokens=tokens)
 
 
 def keys_at(config: KernelConfig, x: Inputs, batch, head, kv_head, tokens) -> Step:
@@ -146,14 +143,24 @@ def keys_at(config: KernelConfig, x: Inputs, batch, head, kv_head, tokens) -> St
     )
 
 
-def ring_of_keys(config: KernelConfig, x: Inputs, *, tokens: int, readers: int) -> Ring:
+def feed_keys(config: KernelConfig, x: Inputs, walk: Walk, ring: Ring, batch, head) -> None:
+    """Copies the keys of a walk over tiles."""
+    kv_head = lax.div(head, jnp.int32(config.group))
+
+    def keys(n):
+        return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n), walk.tokens))
+
+    feed(walk.count, [(ring, keys)], config.interpret)
+
+
+def ring_of_keys(config: KernelConfig, x: Inputs, *, tokens: int) -> Ring:
     """The types of a ring for the keys of a call."""
     first, second = ((array.shape[-1], array.dtype) for array in (x.k, x.v))
     ints = 0 if x.numbers[1] is None else x.numbers[1].shape[1]
-    return _types(first, second, ints, int(config.bias.of_tokens), tokens=tokens, readers=readers)
+    return _types(first, second, ints, int(config.bias.of_tokens), tokens=tokens)
 
 
-def _types(first, second, ints: int, floats: int, *, tokens: int, readers: int, stages: int = 2) -> Ring:
+def _types(first, second, ints: int, floats: int, *, tokens: int, stages: int = 2) -> Ring:
     """The types of a ring for arrays of the given dtypes and sizes.
 
     Args:
@@ -162,7 +169,6 @@ def _types(first, second, ints: int, floats: int, *, tokens: int, readers: int, 
         ints: how many int32 numbers a token has.
         floats: how many float32 numbers a token has.
         tokens: of a step.
-        readers: the number of warpgroups that read each step.
         stages: of the ring.
     """
     buffers = Step(
@@ -173,5 +179,5 @@ def _types(first, second, ints: int, floats: int, *, tokens: int, readers: int, 
     )
     copies = 1 + (ints > 0) + (floats > 0)
     ready = tuple(plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages) for arrivals in (copies, 1))
-    free = tuple(plgpu.Barrier(num_arrivals=readers, num_barriers=stages) for _ in range(2))
+    free = tuple(plgpu.Barrier(num_arrivals=mosaic.GROUPS, num_barriers=stages) for _ in range(2))
     return Ring(buffers, ready, free)
