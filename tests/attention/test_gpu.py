@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from posjax.attention import attention
 from posjax.attention.call import Call
-from posjax.attention.gpu.backend import GPU
+from posjax.attention.gpu.backend import GPU, Options
 from posjax.attention.platform import computed, everywhere
 from posjax.bias import T5, ALiBi, FoX, Kerple
 from posjax.masks import Beyond, Causal, Chunked, ChunksApart, FirstTokens, Prefix, Segments, Window
@@ -60,8 +60,13 @@ WIDE = [
     Case("far away", LEARNED, Causal(), q_positions=FAR_AWAY, kv_positions=FAR_AWAY, **NARROW),
     Case("traced keys", T5_NEAR, Causal() & Window(90), kv_positions=Range(jnp.int32(40), TOKENS), **NARROW),
     Case("end of int32", T5_BOTH, q_positions=END, kv_positions=LAST, queries=3, batch=1, **NARROW),
-    *(Case(f"size {n}", T5_NEAR, Causal(), size=n, value_size=n, **FEW, **NARROW) for n in (16, 64, 80, 96, 128)),
+    *(
+        Case(f"size {n}", T5_NEAR, Causal(), size=n, value_size=n, **FEW, **NARROW)
+        for n in (16, 64, 80, 96, 128, 192, 256)
+    ),
+    Case("fox, size 256", FoX(), Causal(), heads=4, kv_heads=2, size=256, value_size=256, **FEW, **NARROW),
     Case("wider values", LEARNED, Causal(), size=64, value_size=128, **FEW, **NARROW),
+    Case("narrower values", LEARNED, Causal(), size=192, value_size=128, **FEW, **NARROW),
 ]
 
 
@@ -69,7 +74,7 @@ def kernel(case: Case):
     """The GPU backend, interpreted; queries are scaled and rounded here."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    backend = everywhere(GPU(plgpu.InterpretGPUParams(detect_races=True)))
+    backend = everywhere(GPU(Options(plgpu.InterpretGPUParams(detect_races=True))))
 
     def run(x: Call):
         return computed(backend, x.with_queries(lambda q: q.astype(case.dtype)))
@@ -114,7 +119,7 @@ def test_an_h100_runs_the_kernel_by_default():
     [
         ("9.0", "NVIDIA A100-SXM4-80GB", {}),
         ("float32", "NVIDIA H100 80GB HBM3", {"dtype": jnp.float32}),
-        ("256", "NVIDIA H100 80GB HBM3", {"size": 256}),
+        ("288", "NVIDIA H100 80GB HBM3", {"size": 288}),
     ],
 )
 def test_a_call_that_falls_to_loops_on_a_gpu_says_why(named, kind, settings):

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posjax.attention.call import Call, RemappedPair
 from posjax.attention.formulas import LOG2E
-from posjax.attention.gpu.backend import GPU
+from posjax.attention.gpu.backend import GPU, Options
 from posjax.attention.platform import BACKENDS as EVERYWHERE
 from posjax.attention.rows import Rows
 from posjax.attention.tiles import Blocks
@@ -41,7 +41,7 @@ def on_gpu() -> GPU:
     """The kernels for GPUs in their interpreter."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return GPU(plgpu.InterpretGPUParams())
+    return GPU(Options(plgpu.InterpretGPUParams()))
 
 
 NEEDS_NEW_JAX = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need a newer jax")

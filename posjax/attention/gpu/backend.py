@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +10,27 @@ from posjax._numbers import is_number
 from posjax.attention.backend import Backend, added
 from posjax.attention.call import Call
 from posjax.attention.formulas import bias_form, kernel_refusal
+from posjax.attention.gpu.inputs import Options
 from posjax.attention.rows import per_query_of
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_LARGEST_HEAD = 128
+_LARGEST_HEAD = 256
 _OLDEST_JAX = (0, 11)
+_USUAL = Options()
 _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
 """The names of the devices of compute capability 9.0, for a program that is lowered without one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GPU(Backend):
-    """The kernels for GPUs.
+    """The kernels for GPUs."""
 
-    Args:
-        interpret: ``plgpu.InterpretGPUParams`` to run without one, or None.
-    """
-
-    interpret: Any = None
+    options: Options = _USUAL
 
     @property
     def effects(self):
         """Those of an interpreted kernel."""
-        return frozenset() if self.interpret is None else _entry().effects_of(self.interpret)
+        return frozenset() if self.options.interpret is None else _entry().effects_of(self.options.interpret)
 
     def refusal(self, call):
         dtypes = {array.dtype for array in (call.q, call.k, call.v)}
@@ -42,28 +39,28 @@ class GPU(Backend):
         size = max(call.q.shape[-1], call.v.shape[-1])
         if size > _LARGEST_HEAD:
             return f"heads must have at most {_LARGEST_HEAD} features, found {size}; use 'blockwise'"
-        return kernel_refusal(call) or (None if self.interpret else _device_refusal())
+        return kernel_refusal(call) or (None if self.options.interpret else _device_refusal())
 
     def needs_ranges(self, call):
         return bias_form(call) == "by distance"
 
     def forward(self, call):
-        return _entry().forward_rows(_ready(call), self.interpret)
+        return _entry().forward_rows(_ready(call), self.options)
 
     def merge(self, call, so_far):
-        return _entry().forward_rows(_ready(call), self.interpret, so_far)
+        return _entry().forward_rows(_ready(call), self.options, so_far)
 
     def per_query_of(self, call, rows, cotangents):
         return per_query_of(rows, rows.subtracted, cotangents)
 
     def backward(self, call, per_query, *, of_bias):
         ready, transpose = jax.vjp(_ready, call)
-        return transpose(_entry().gradients(ready, self.interpret, per_query, of_bias=of_bias))[0]
+        return transpose(_entry().gradients(ready, self.options, per_query, of_bias=of_bias))[0]
 
     def add(self, call, per_query, so_far):
         of_bias = bool(jax.tree.leaves(so_far.bias))
         ready = _ready(call)
-        gradients = _entry().gradients(ready, self.interpret, per_query, of_bias=of_bias, wide=True)
+        gradients = _entry().gradients(ready, self.options, per_query, of_bias=of_bias, wide=True)
         return added(so_far, gradients.with_queries(lambda q: q / ready.scale))
 
 

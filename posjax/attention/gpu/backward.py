@@ -10,6 +10,7 @@ no sum is shared between blocks, so the results do not depend on the order in wh
 is summed up beside these: that of a number for each key over the queries, that of a slope over the pairs of each query.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from posjax.attention.gpu.inputs import Inputs, KernelConfig, Tiling, Walk, own
 from posjax.attention.gpu.ring import (
     OfQueries,
     Ring,
+    Step,
     feed,
     feed_keys,
     queries_at,
@@ -158,20 +160,39 @@ def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, sums_ref
 
 
 class OfKeys(NamedTuple):
-    """The gradients of keys and values, and of a number of each key, float32 ``[batch, heads, keys]``, or None."""
+    """The gradients of keys and values, and of a number of each key, float32 ``[batch, heads, keys]``.
 
-    k: jax.Array
-    v: jax.Array
+    What is None is not computed.
+    """
+
+    k: jax.Array | None
+    v: jax.Array | None
     numbers: jax.Array | None
 
 
 def backward_keys(
     config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tiling, *, wide: bool, of_bias: bool
 ) -> OfKeys:
-    """The gradients of keys and values, in float32 if ``wide``; and ``-sum_i dS`` for each key if the bias needs it."""
-    of_numbers = of_bias and config.bias.of_tokens
+    """The gradients of keys and values, in float32 if ``wide``; and ``-sum_i dS`` for each key if the bias needs it.
+
+    Large heads have a kernel for each of the two, since the registers hold one sum only.
+    """
+
+    def result(array):
+        return jax.ShapeDtypeStruct(array.shape, jnp.float32 if wide else array.dtype)
+
+    batch, keys, kv_heads, _ = x.k.shape
+    numbers = jax.ShapeDtypeStruct((batch, kv_heads * config.group, keys), jnp.float32)
+    wanted = OfKeys(result(x.k), result(x.v), numbers if of_bias and config.bias.of_tokens else None)
+    if config.sizes.together:
+        return _of_all_keys(config, x, rows, tiling, wanted)
+    of_keys = _of_all_keys(config, x, rows, tiling, wanted._replace(v=None))
+    return of_keys._replace(v=_of_all_keys(config, x, rows, tiling, OfKeys(None, wanted.v, None)).v)
+
+
+def _of_all_keys(config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tiling, wanted: OfKeys) -> OfKeys:
+    """The gradients whose types are given, from one kernel."""
     batch, keys, kv_heads, size = x.k.shape
-    value_size = x.v.shape[-1]
     block = mosaic.ROWS_OF_GROUP
     features = partial(mosaic.features, dtype=x.q.dtype)
 
@@ -180,18 +201,15 @@ def backward_keys(
         *results, scratch = refs
         _keys_kernel(config, tiling._replace(lists=lists), x, rows, OfKeys(*results), scratch)
 
+    has_numbers = wanted.numbers is not None
     results = mosaic.run(
         body,
         (x, rows, tiling.lists),
-        out_type=[
-            jax.ShapeDtypeStruct(x.k.shape, jnp.float32 if wide else x.k.dtype),
-            jax.ShapeDtypeStruct(x.v.shape, jnp.float32 if wide else x.v.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads * config.group, keys), jnp.float32) if of_numbers else None,
-        ],
+        out_type=list(wanted),
         scratch=_Scratch(
             first=features((mosaic.GROUPS, block, size)),
-            second=features((mosaic.GROUPS, block, value_size)),
-            floats=plgpu.SMEM((mosaic.GROUPS, config.group, block), jnp.float32) if of_numbers else None,
+            second=features((mosaic.GROUPS, block, x.v.shape[-1])),
+            floats=plgpu.SMEM((mosaic.GROUPS, config.group, block), jnp.float32) if has_numbers else None,
             ready=plgpu.Barrier(num_arrivals=2, num_barriers=mosaic.GROUPS),
             ring=ring_of_queries(x, rows, tokens=tiling.blocks.q),
             copy=features((mosaic.GROUPS, block, tiling.blocks.q)) if config.interpret else None,
@@ -209,7 +227,7 @@ def _keys_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, results: Of
 
     def compute(group):
         first = row * tiling.blocks.k + group * mosaic.ROWS_OF_GROUP
-        _of_keys(config, walk, x, results, scratch.of_group(group), batch, kv_head, first)
+        _Keys(config, walk, x, results, scratch.of_group(group), batch, kv_head, first).run()
 
     def queries(step):
         # The heads of a tile one after the other: one loop over all, for two nested ones take more registers.
@@ -223,87 +241,110 @@ def _keys_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, results: Of
     mosaic.in_roles(compute, copy)
 
 
-def _of_keys(config, walk: Walk, x: Inputs, results: OfKeys, scratch: _Scratch, batch, kv_head, first) -> None:
-    """The gradients of 64 keys, from all heads that share them."""
-    block = mosaic.ROWS_OF_GROUP
-    keys = pl.ds(first, block)
-    plgpu.copy_gmem_to_smem(x.k.at[batch, keys, kv_head], scratch.first, scratch.ready)
-    plgpu.copy_gmem_to_smem(x.v.at[batch, keys, kv_head], scratch.second, scratch.ready)
-    numbers = numbers_at(x, 1, batch, keys, mosaic.ROWS)
-    plgpu.barrier_wait(scratch.ready)
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """What one warpgroup computes: the gradients of 64 keys, from ``first`` on, from all heads that share them."""
 
-    start = () if results.numbers is None else (mosaic.full((block,), 0, mosaic.ROWS),) * config.group
+    config: KernelConfig
+    walk: Walk
+    x: Inputs
+    results: OfKeys
+    scratch: _Scratch
+    batch: Any
+    kv_head: Any
+    first: Any
 
-    def run(dk, dv):
-        step = partial(_add_queries, config, walk, x, scratch, dk, dv, batch, kv_head, first, numbers)
-        d_numbers = walk.run(step, start, times=config.group)
-        return dk[...], dv[...], d_numbers
+    @property
+    def keys(self):
+        """The keys of this group."""
+        return pl.ds(self.first, mosaic.ROWS_OF_GROUP)
 
-    sizes = x.k.shape[-1], x.v.shape[-1]
-    dk, dv, d_numbers = pl.run_scoped(run, *(mosaic.accumulator((block, size)) for size in sizes))
-    mosaic.write(dk * (config.factor * LN2), results.k.at[batch, keys, kv_head], scratch.first)
-    mosaic.write(dv, results.v.at[batch, keys, kv_head], scratch.second)
-    if results.numbers is not None:
-        for n, each in enumerate(d_numbers):
-            scratch.floats[n] = each
-        plgpu.commit_smem()
-        heads = pl.ds(kv_head * config.group, config.group)
-        plgpu.copy_smem_to_gmem(scratch.floats, results.numbers.at[batch, heads, keys])
-    plgpu.wait_smem_to_gmem(0)
+    def run(self) -> None:
+        """Walks over the tiles, and writes the results."""
+        x, results, scratch, batch = self.x, self.results, self.scratch, self.batch
+        block = mosaic.ROWS_OF_GROUP
+        plgpu.copy_gmem_to_smem(x.k.at[batch, self.keys, self.kv_head], scratch.first, scratch.ready)
+        plgpu.copy_gmem_to_smem(x.v.at[batch, self.keys, self.kv_head], scratch.second, scratch.ready)
+        numbers = numbers_at(x, 1, batch, self.keys, mosaic.ROWS)
+        plgpu.barrier_wait(scratch.ready)
+        start = () if results.numbers is None else (mosaic.full((block,), 0, mosaic.ROWS),) * self.config.group
 
+        def walked(dk=None, dv=None):
+            step = partial(self._add_queries, numbers, dk, dv)
+            d_numbers = self.walk.run(step, start, times=self.config.group)
+            return *(None if sums is None else sums[...] for sums in (dk, dv)), d_numbers
 
-def _add_queries(
-    config,
-    walk: Walk,
-    x: Inputs,
-    scratch: _Scratch,
-    dk,
-    dv,
-    batch,
-    kv_head,
-    first,
-    numbers,
-    kind: Kind,
-    step,
-    d_numbers,
-):
-    """Adds a tile of one head to the gradients of 64 keys."""
-    ring = scratch.ring
-    in_group = lax.rem(step, jnp.int32(config.group))
-    head = kv_head * config.group + in_group
-    place = walk.place(lax.div(step, jnp.int32(config.group)))
-    of_bias = None
-    if config.bias.of_tokens:
-        gates = x.bias["k"]
-        keys = pl.ds(first, mosaic.ROWS_OF_GROUP)
-        of_bias = mosaic.load(gates.at[own(gates, batch), head, 0, keys], mosaic.ROWS)
-    k_axis = axis(config, x, 1, 0, first, numbers, of_bias)
-    queries = ring.at(step)
-    shape = (mosaic.ROWS_OF_GROUP, walk.tokens)
-    ring.wait(0, step)
-    scores = mosaic.product_transposed(scratch.first, queries.first)
-    ints = () if queries.ints is None else mosaic.load_all(queries.ints, mosaic.COLUMNS, config.interpret)
-    lse, correction = mosaic.load_all(queries.floats, mosaic.COLUMNS, config.interpret)
-    q_axis = axis(config, x, 0, 1, place, ints)
-    logits = Tile(config, x, batch, head, q_axis, k_axis, shape).logits(scores, kind)
-    weights = logits.weights(mosaic.columns(lse, shape))
-    ring.wait(1, step)
+        sizes = {"dk": (results.k, x.k.shape[-1]), "dv": (results.v, x.v.shape[-1])}
+        sums = {name: mosaic.accumulator((block, size)) for name, (ref, size) in sizes.items() if ref is not None}
+        dk, dv, d_numbers = pl.run_scoped(walked, **sums)
+        if dk is not None:
+            dk *= self.config.factor * LN2
+            mosaic.write(dk, results.k.at[batch, self.keys, self.kv_head], scratch.first)
+        if dv is not None:
+            mosaic.write(dv, results.v.at[batch, self.keys, self.kv_head], scratch.second)
+        if d_numbers:
+            for n, each in enumerate(d_numbers):
+                scratch.floats[n] = each
+            plgpu.commit_smem()
+            heads = pl.ds(self.kv_head * self.config.group, self.config.group)
+            plgpu.copy_smem_to_gmem(scratch.floats, results.numbers.at[batch, heads, self.keys])
+        plgpu.wait_smem_to_gmem(0)
 
-    def products(d_weights):
-        plgpu.wgmma(d_weights, scratch.second, queries.second.transpose((1, 0)))
-        mosaic.add_product(dv, weights.astype(x.v.dtype), queries.second, scratch.copy)
-        return mosaic.current(d_weights, 1, config.interpret)
+    def _add_queries(self, numbers: tuple, dk, dv, kind: Kind, step, d_numbers: tuple) -> tuple:
+        """Adds a tile of one head to the gradients."""
+        config, scratch, ring = self.config, self.scratch, self.scratch.ring
+        queries = ring.at(step)
+        ring.wait(0, step)
+        scores = mosaic.product_transposed(scratch.first, queries.first)
+        lse, correction = mosaic.load_all(queries.floats, mosaic.COLUMNS, config.interpret)
+        logits = self._tile(numbers, queries, step, scores.shape).logits(scores, kind)
+        weights = logits.weights(mosaic.columns(lse, scores.shape))
+        ring.wait(1, step)
+        narrow = weights.astype(self.x.v.dtype)
+        if dk is None:
+            mosaic.add_product(dv, narrow, queries.second, scratch.copy)
+            plgpu.wgmma_wait(0)
+        else:
 
-    d_weights = pl.run_scoped(products, mosaic.accumulator(shape))
-    d_scores = weights * (d_weights - mosaic.columns(correction, shape))
-    if logits.slope is not None:
-        d_scores *= logits.slope
-    if d_numbers:
+            def products(d_weights):
+                plgpu.wgmma(d_weights, scratch.second, queries.second.transpose((1, 0)))
+                if dv is not None:
+                    mosaic.add_product(dv, narrow, queries.second, scratch.copy)
+                return mosaic.current(d_weights, int(dv is not None), config.interpret)
+
+            d_weights = pl.run_scoped(products, mosaic.accumulator(scores.shape))
+            d_scores = weights * (d_weights - mosaic.columns(correction, scores.shape))
+            if logits.slope is not None:
+                d_scores *= logits.slope
+            d_numbers = self._plus_tile(d_numbers, step, d_scores)
+            mosaic.add_product(dk, d_scores.astype(self.x.q.dtype), queries.first, scratch.copy)
+            plgpu.wgmma_wait(1)
+        ring.release(1, step)
+        plgpu.wgmma_wait(0)
+        ring.release(0, step)
+        return d_numbers
+
+    def _in_group(self, step):
+        """Which of the heads that share the keys a step is about."""
+        return lax.rem(step, jnp.int32(self.config.group))
+
+    def _tile(self, numbers: tuple, queries: Step, step, shape) -> Tile:
+        """The tile of a step: keys by queries."""
+        config, x, batch = self.config, self.x, self.batch
+        head = self.kv_head * config.group + self._in_group(step)
+        of_bias = None
+        if config.bias.of_tokens:
+            gates = x.bias["k"]
+            of_bias = mosaic.load(gates.at[own(gates, batch), head, 0, self.keys], mosaic.ROWS)
+        ints = () if queries.ints is None else mosaic.load_all(queries.ints, mosaic.COLUMNS, config.interpret)
+        q_axis = axis(config, x, 0, 1, self.walk.place(lax.div(step, jnp.int32(config.group))), ints)
+        k_axis = axis(config, x, 1, 0, self.first, numbers, of_bias)
+        return Tile(config, x, batch, head, q_axis, k_axis, shape)
+
+    def _plus_tile(self, d_numbers: tuple, step, d_scores) -> tuple:
+        """The gradients of the numbers of the keys, for each head of the group, plus those of a tile of one head."""
+        if not d_numbers:
+            return d_numbers
         of_tile = d_scores.sum(axis=1)
-        d_numbers = tuple(each - of_tile * (in_group == n).astype(jnp.float32) for n, each in enumerate(d_numbers))
-    mosaic.add_product(dk, d_scores.astype(x.q.dtype), queries.first, scratch.copy)
-    plgpu.wgmma_wait(1)
-    ring.release(1, step)
-    plgpu.wgmma_wait(0)
-    ring.release(0, step)
-    return d_numbers
+        in_group = self._in_group(step)
+        return tuple(each - of_tile * (in_group == n).astype(jnp.float32) for n, each in enumerate(d_numbers))

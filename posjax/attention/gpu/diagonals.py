@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from posjax.attention.gpu import mosaic
-from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, Lists, Tiling, Walk
+from posjax.attention.gpu.inputs import Inputs, KernelConfig, Lists, Tiling, Walk
 from posjax.attention.gpu.ring import (
     OfQueries,
     Ring,
@@ -28,9 +28,6 @@ from posjax.attention.gpu.ring import (
 )
 from posjax.attention.gpu.tile import Tile, axis, vectors_of
 from posjax.attention.tiles import NEAR, Blocks, Kind, TilePlan, visits
-
-BLOCKS = Blocks(BLOCK, 64)
-"""Queries of both groups, and keys."""
 
 
 class Diagonals(NamedTuple):
@@ -50,16 +47,19 @@ class Diagonals(NamedTuple):
         return self.tiling.lists.ends.shape[1]
 
 
-def diagonals(plan: TilePlan, constant_from: int | None, ahead) -> Diagonals:
-    """The diagonals of a plan on which a bias by distance varies."""
+def diagonals(plan: TilePlan, blocks: Blocks, constant_from: int | None, ahead) -> Diagonals:
+    """The diagonals of a plan on which a bias by distance varies.
+
+    The tiles are those of the kernel for the queries, which sums up the tiles where the bias is constant.
+    """
     grid = plan.grid
     xp = np if isinstance(grid, np.ndarray) else jnp
     _, rows, columns = grid.shape
-    step = BLOCKS.q // BLOCKS.k
+    step = blocks.q // blocks.k
     which = np.arange(1 - columns, step * (rows - 1) + 1)
     if constant_from is not None and isinstance(ahead, int):
-        distance = ahead + which * BLOCKS.k
-        near = (distance - BLOCKS.k + 1 < constant_from) & (distance + BLOCKS.q - 1 > -constant_from)
+        distance = ahead + which * blocks.k
+        near = (distance - blocks.k + 1 < constant_from) & (distance + blocks.q - 1 > -constant_from)
         which = which[near] if near.any() else which[:1]
     near = np.array([False, *(kind.reach == NEAR for kind in plan.kinds)])
     column = step * np.arange(rows) - which[:, None]
@@ -72,7 +72,7 @@ def diagonals(plan: TilePlan, constant_from: int | None, ahead) -> Diagonals:
         which = which[part]
         along = along[:, part]
     lists = Lists(*(jnp.asarray(array, jnp.int32) for array in visits(along, len(plan.kinds))))
-    return Diagonals(Tiling(BLOCKS, plan.kinds, lists), int(which[0]))
+    return Diagonals(Tiling(blocks, plan.kinds, lists), int(which[0]))
 
 
 class _Scratch(NamedTuple):
@@ -94,10 +94,10 @@ def sums_by_distance(config: KernelConfig, x: Inputs, rows: OfQueries, along: Di
     (sums,) = mosaic.run(
         body,
         (x, rows, tiling.lists),
-        out_type=[jax.ShapeDtypeStruct((batch, heads, along.count, *BLOCKS[:2]), jnp.float32)],
+        out_type=[jax.ShapeDtypeStruct((batch, heads, along.count, tiling.blocks.q, tiling.blocks.k), jnp.float32)],
         scratch=_Scratch(
-            ring_of_queries(x, rows, tokens=BLOCKS.q),
-            ring_of_keys(config, x, tokens=BLOCKS.k),
+            ring_of_queries(x, rows, tokens=tiling.blocks.q, stages=config.sizes.stages),
+            ring_of_keys(config, x, tokens=tiling.blocks.k, stages=config.sizes.stages),
         ),
         grid={"head": heads, "diagonal": along.count, "batch": batch},
         name="posjax_attention_backward_distances",
@@ -127,20 +127,21 @@ def _summed(tiles, first: int, queries: int, keys: int):
 
 def _kernel(config: KernelConfig, along: Diagonals, x: Inputs, rows: OfQueries, sums_ref, scratch: _Scratch) -> None:
     batch, head, diagonal = (lax.axis_index(name) for name in ("batch", "head", "diagonal"))
-    ahead = (along.first + diagonal) * BLOCKS.k
-    walk = Walk.of(along.tiling.kinds, along.tiling.lists, batch, diagonal, BLOCKS.q)
+    blocks = along.tiling.blocks
+    ahead = (along.first + diagonal) * blocks.k
+    walk = Walk.of(along.tiling.kinds, along.tiling.lists, batch, diagonal, blocks.q)
     kv_head = lax.div(head, jnp.int32(config.group))
 
     def compute(group):
-        start = mosaic.full((mosaic.ROWS_OF_GROUP, BLOCKS.k), 0, mosaic.TILE)
+        start = mosaic.full((mosaic.ROWS_OF_GROUP, blocks.k), 0, mosaic.TILE)
         sums = walk.run(partial(_plus_tile, config, walk, x, scratch, batch, head, group, ahead), start)
         sums_ref[batch, head, diagonal, pl.ds(group * mosaic.ROWS_OF_GROUP, mosaic.ROWS_OF_GROUP)] = sums
 
     def queries(n):
-        return queries_at(x, rows, batch, head, pl.ds(walk.place(n), BLOCKS.q))
+        return queries_at(x, rows, batch, head, pl.ds(walk.place(n), blocks.q))
 
     def keys(n):
-        return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n) - ahead, BLOCKS.k))
+        return keys_at(config, x, batch, head, kv_head, pl.ds(walk.place(n) - ahead, blocks.k))
 
     def copy():
         feed(walk.count, [(scratch.queries, queries), (scratch.keys, keys)], config.interpret)

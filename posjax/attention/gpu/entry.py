@@ -18,9 +18,18 @@ from posjax.attention.formulas import LN2, LOG2E, bias_form, dissect
 from posjax.attention.gpu import mosaic
 from posjax.attention.gpu.backward import backward_keys, backward_queries
 from posjax.attention.gpu.biases import FORMS, BiasSums
-from posjax.attention.gpu.diagonals import BLOCKS, diagonals, sums_by_distance
+from posjax.attention.gpu.diagonals import diagonals, sums_by_distance
 from posjax.attention.gpu.forward import Results, forward
-from posjax.attention.gpu.inputs import BLOCK, Inputs, KernelConfig, Tiling, rows_of_numbers, tiling
+from posjax.attention.gpu.inputs import (
+    BLOCK,
+    Inputs,
+    KernelConfig,
+    Options,
+    TileSizes,
+    Tiling,
+    rows_of_numbers,
+    tiling,
+)
 from posjax.attention.gpu.ring import OfQueries
 from posjax.attention.logits import flat_heads
 from posjax.attention.rows import PerQuery, Rows
@@ -45,11 +54,11 @@ def effects_of(interpret) -> frozenset:
     return frozenset(jax.make_jaxpr(copy)(jax.ShapeDtypeStruct((128,), jnp.float32)).effects)
 
 
-def forward_rows(x: Call, interpret, so_far: Rows | None = None) -> Rows:
+def forward_rows(x: Call, options: Options, so_far: Rows | None = None) -> Rows:
     """The results for each query; merged into ``so_far``, those over other keys, in float32."""
     parts = _parts(x)
     wide = len(parts) > 1 or so_far is not None
-    prepared = [_prepared(part, interpret) for part in parts]
+    prepared = [_prepared(part, options) for part in parts]
     results = [_forward(part, *each, wide) for part, each in zip(parts, prepared, strict=True)]
     constant = _constant(x, *prepared[0])
     if so_far is not None:
@@ -78,11 +87,11 @@ def _plus(lse, rest, constant) -> tuple:
     return total, jnp.where(jnp.isneginf(lse), 0, rest + lost)
 
 
-def gradients(x: Call, interpret, per_query: PerQuery, *, of_bias: bool, wide: bool = False) -> Call:
+def gradients(x: Call, options: Options, per_query: PerQuery, *, of_bias: bool, wide: bool = False) -> Call:
     """The cotangent of a call; ``wide``: that of queries, keys and values in float32."""
     # The values have a gradient from every part: these are added before they are rounded.
     several = len(x.pairs) > 1
-    parts = (_gradients(x, n, interpret, per_query, of_bias, wide or several) for n in range(len(x.pairs)))
+    parts = (_gradients(x, n, options, per_query, of_bias, wide or several) for n in range(len(x.pairs)))
     sums = reduce(partial(jax.tree.map, _sum), parts)
     return jax.tree.map(_rounded, sums, x) if several and not wide else sums
 
@@ -125,22 +134,23 @@ def _merged(results: list[Results]) -> Results:
 def _forward(x: Call, inputs: Inputs, config: KernelConfig, wide: bool) -> Results:
     """The results of a part, in the layouts of ``Rows``."""
     heads = x.q.shape[1:3]
-    out, *statistics = forward(config, inputs, _tiling(x, config, Blocks(BLOCK, BLOCK)), wide=wide)
+    out, *statistics = forward(config, inputs, _tiling(x, config, Blocks(BLOCK, config.sizes.forward)), wide=wide)
     out = jnp.moveaxis(out, 1, 2)[..., : x.q.shape[3], : x.v.shape[-1]]
     statistics = (each[..., : x.q.shape[3]] for each in statistics)
     return Results(*(each.reshape(each.shape[0], *heads, *each.shape[2:]) for each in (out, *statistics)))
 
 
-def _gradients(x: Call, part: int, interpret, per_query: PerQuery, of_bias: bool, wide: bool) -> Call:
+def _gradients(x: Call, part: int, options: Options, per_query: PerQuery, of_bias: bool, wide: bool) -> Call:
     """The cotangent of a call from one of its parts."""
     zeros = jax.tree.map(no_gradient, x)
     x = _parts(x)[part]
-    inputs, config = _prepared(x, interpret)
+    inputs, config = _prepared(x, options)
     per_query = per_query._replace(lse=per_query.lse - _constant(x, inputs, config))
     d_out, lse, correction, d_lse = lengthened_rows(per_query, inputs.q.shape[1])
     d_out = _by_tokens(flat_heads(d_out)).astype(x.v.dtype)
     rows = OfQueries(d_out, jnp.stack([flat_heads(lse), flat_heads(correction)], axis=2))
-    by_queries, by_keys = _tiling(x, config, Blocks(BLOCK, 64)), _tiling(x, config, Blocks(64, BLOCK), by_keys=True)
+    by_queries = _tiling(x, config, Blocks(BLOCK, config.sizes.queries))
+    by_keys = _tiling(x, config, Blocks(config.sizes.keys, BLOCK), by_keys=True)
     dq, of_queries = backward_queries(config, inputs, rows, by_queries, wide=wide, of_bias=of_bias)
     dk, dv, of_keys = backward_keys(config, inputs, rows, by_keys, wide=wide, of_bias=of_bias)
     q, k, v = (_like(*pair) for pair in ((dq, x.q), (dk, x.k), (dv, x.v)))
@@ -173,7 +183,8 @@ def _of_bias(x: Call, config: KernelConfig, gradients: dict):
 
 
 def _of_distances(x: Call, inputs: Inputs, config: KernelConfig, rows: OfQueries) -> jax.Array:
-    along = diagonals(_plan(x, config, BLOCKS), config.bias.constant_from, _ahead(x))
+    blocks = Blocks(BLOCK, config.sizes.queries)
+    along = diagonals(_plan(x, config, blocks), blocks, config.bias.constant_from, _ahead(x))
     return sums_by_distance(config, inputs, rows, along)
 
 
@@ -198,7 +209,7 @@ def _ahead(x: Call):
     return places[0].start - places[1].start if all(isinstance(each, Range) for each in places) else 0
 
 
-def _prepared(x: Call, interpret) -> tuple[Inputs, KernelConfig]:
+def _prepared(x: Call, options: Options) -> tuple[Inputs, KernelConfig]:
     """The arrays of a call with one pair of features and a positive number as its scale, and its static part."""
     # Ranges that padding leads out of int32 become arrays below.
     ahead = _ahead(x)
@@ -216,7 +227,8 @@ def _prepared(x: Call, interpret) -> tuple[Inputs, KernelConfig]:
         bias=bias,
         softcap=None if x.softcap is None else x.softcap * LOG2E,
         factor=x.scale * LOG2E,
-        interpret=interpret,
+        sizes=options.sizes or TileSizes.of(max(x.q.shape[-1], x.v.shape[-1])),
+        interpret=options.interpret,
     )
     inputs = Inputs(
         *(_by_tokens(array) for array in (flat_heads(x.q), x.k, x.v)),

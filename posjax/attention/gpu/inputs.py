@@ -21,6 +21,47 @@ BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
+class TileSizes:
+    """The tiles of the kernels, each beside 128 queries or keys of its own. Shared memory and registers limit them.
+
+    Args:
+        forward: keys of a tile.
+        queries: keys of a tile of the gradient of the queries.
+        keys: queries of a tile of the gradients of keys and values.
+        together: whether one kernel sums the gradients of keys and of values, or each has its own.
+        stages: how many tiles the rings of the sums by distance hold.
+    """
+
+    forward: int = BLOCK
+    queries: int = 64
+    keys: int = 64
+    together: bool = True
+    stages: int = 2
+
+    @staticmethod
+    def of(size: int) -> "TileSizes":
+        """The tiles for heads of a size."""
+        if size <= 128:
+            return TileSizes()
+        if size <= 192:
+            return TileSizes(forward=64, together=False, stages=1)
+        return TileSizes(forward=64, queries=32, keys=32, together=False, stages=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How the kernels run.
+
+    Args:
+        interpret: ``plgpu.InterpretGPUParams`` to run without a GPU, or None.
+        sizes: the tiles, or None for those of ``TileSizes.of``.
+    """
+
+    interpret: Any = None
+    sizes: TileSizes | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelConfig:
     """The static part of a call.
 
@@ -31,6 +72,7 @@ class KernelConfig:
         bias: a ``posjax.attention.gpu.biases.KernelBias``.
         softcap: the soft cap in base 2, or None.
         factor: the positive factor of the scores, ``log2 e`` included.
+        sizes: the tiles.
         interpret: how to run without a GPU (``plgpu.InterpretGPUParams``), or None.
     """
 
@@ -40,6 +82,7 @@ class KernelConfig:
     bias: Any
     softcap: float | None
     factor: float
+    sizes: TileSizes
     interpret: Any = None
 
 
