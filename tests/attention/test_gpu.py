@@ -32,6 +32,7 @@ SLIGHT = ALiBi(learned=True, steepest=2e-9)
 T5_NEAR, T5_BOTH = T5(num_buckets=8, max_distance=40), T5(num_buckets=8, max_distance=40, bidirectional=True)
 FAR_AWAY, LAST, END = Range(2**30, TOKENS), Range(2**31 - TOKENS, TOKENS), Range(2**31 - 3, 3)
 FEW = {"queries": 200, "keys": 200, "batch": 1}
+DECODE = {"queries": 5, "keys": 1200, "q_positions": Range(1195, 5), "batch": 1}
 NARROW = {"dtype": jnp.bfloat16}
 
 CASES = [
@@ -65,6 +66,8 @@ WIDE = [
         for n in (16, 64, 80, 96, 128, 192, 256)
     ),
     Case("fox, size 256", FoX(), Causal(), heads=4, kv_heads=2, size=256, value_size=256, **FEW, **NARROW),
+    Case("few queries, many keys", T5_NEAR, Causal() & Window(900), sinks=True, **DECODE, **NARROW),
+    Case("few queries, remapped", LEARNED, Causal(), remap=(Beyond(700),), **DECODE, **NARROW),
     Case("wider values", LEARNED, Causal(), size=64, value_size=128, **FEW, **NARROW),
     Case("narrower values", LEARNED, Causal(), size=192, value_size=128, **FEW, **NARROW),
 ]

@@ -47,7 +47,7 @@ def backward_queries(
     sums = config.bias.sums if of_bias else 0
     batch, queries, heads, size = x.q.shape
     block = mosaic.ROWS_OF_GROUP
-    features = partial(mosaic.features, dtype=x.q.dtype)
+    features = partial(mosaic.features, dtype=x.q.dtype, tile=tiling.blocks.k)
 
     def body(inputs, dq_ref, sums_ref, scratch):
         x, rows, lists = inputs
@@ -65,7 +65,7 @@ def backward_queries(
             second=features((mosaic.GROUPS, block, x.v.shape[-1])),
             floats=plgpu.SMEM((mosaic.GROUPS, sums, block), jnp.float32) if sums else None,
             ready=plgpu.Barrier(num_arrivals=2, num_barriers=mosaic.GROUPS),
-            ring=ring_of_keys(config, x, tokens=tiling.blocks.k),
+            ring=ring_of_keys(config, x, tokens=tiling.blocks.k, tile=tiling.blocks.k),
             copy=features((mosaic.GROUPS, block, tiling.blocks.k)) if config.interpret else None,
         ),
         grid={"head": heads, "row": queries // tiling.blocks.q, "batch": batch},
@@ -194,7 +194,7 @@ def _of_all_keys(config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tilin
     """The gradients whose types are given, from one kernel."""
     batch, keys, kv_heads, size = x.k.shape
     block = mosaic.ROWS_OF_GROUP
-    features = partial(mosaic.features, dtype=x.q.dtype)
+    features = partial(mosaic.features, dtype=x.q.dtype, tile=tiling.blocks.q)
 
     def body(inputs, *refs):
         x, rows, lists = inputs
@@ -211,7 +211,7 @@ def _of_all_keys(config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tilin
             second=features((mosaic.GROUPS, block, x.v.shape[-1])),
             floats=plgpu.SMEM((mosaic.GROUPS, config.group, block), jnp.float32) if has_numbers else None,
             ready=plgpu.Barrier(num_arrivals=2, num_barriers=mosaic.GROUPS),
-            ring=ring_of_queries(x, rows, tokens=tiling.blocks.q),
+            ring=ring_of_queries(x, rows, tokens=tiling.blocks.q, tile=tiling.blocks.q),
             copy=features((mosaic.GROUPS, block, tiling.blocks.q)) if config.interpret else None,
         ),
         grid={"kv_head": kv_heads, "row": keys // tiling.blocks.k, "batch": batch},

@@ -96,8 +96,8 @@ def sums_by_distance(config: KernelConfig, x: Inputs, rows: OfQueries, along: Di
         (x, rows, tiling.lists),
         out_type=[jax.ShapeDtypeStruct((batch, heads, along.count, tiling.blocks.q, tiling.blocks.k), jnp.float32)],
         scratch=_Scratch(
-            ring_of_queries(x, rows, tokens=tiling.blocks.q, stages=config.sizes.stages),
-            ring_of_keys(config, x, tokens=tiling.blocks.k, stages=config.sizes.stages),
+            ring_of_queries(x, rows, tokens=tiling.blocks.q, tile=tiling.blocks.q, stages=config.sizes.stages),
+            ring_of_keys(config, x, tokens=tiling.blocks.k, tile=tiling.blocks.q, stages=config.sizes.stages),
         ),
         grid={"head": heads, "diagonal": along.count, "batch": batch},
         name="posjax_attention_backward_distances",

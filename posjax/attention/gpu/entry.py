@@ -39,6 +39,10 @@ from posjax.positions import Range
 
 _UNIT = 32
 """Sizes of heads are padded to multiples of it."""
+_PROCESSORS = 132
+"""Of an H100: so many blocks of threads run at once."""
+_FEWEST, _MOST_SHARES = 4, 32
+"""The fewest blocks of keys of a share, and the most shares."""
 
 
 def effects_of(interpret) -> frozenset:
@@ -57,9 +61,12 @@ def effects_of(interpret) -> frozenset:
 def forward_rows(x: Call, options: Options, so_far: Rows | None = None) -> Rows:
     """The results for each query; merged into ``so_far``, those over other keys, in float32."""
     parts = _parts(x)
-    wide = len(parts) > 1 or so_far is not None
+    shares = _shares(x)
+    wide = len(parts) > 1 or shares > 1 or so_far is not None
     prepared = [_prepared(part, options) for part in parts]
-    results = [_forward(part, *each, wide) for part, each in zip(parts, prepared, strict=True)]
+    results = []
+    for part, each in zip(parts, prepared, strict=True):
+        results += _forward(part, *each, shares, wide)
     constant = _constant(x, *prepared[0])
     if so_far is not None:
         top, rest = _plus(so_far.subtracted, so_far.rest * LOG2E, -constant)
@@ -131,13 +138,24 @@ def _merged(results: list[Results]) -> Results:
     return Results(out / jnp.where(total == 0, 1, total)[..., None], top, total)
 
 
-def _forward(x: Call, inputs: Inputs, config: KernelConfig, wide: bool) -> Results:
-    """The results of a part, in the layouts of ``Rows``."""
-    heads = x.q.shape[1:3]
-    out, *statistics = forward(config, inputs, _tiling(x, config, Blocks(BLOCK, config.sizes.forward)), wide=wide)
+def _shares(x: Call) -> int:
+    """In how many shares the keys of each head are computed, so that a few queries occupy the whole GPU."""
+    batch, kv_heads, group, queries, _ = x.q.shape
+    if queries > BLOCK:
+        return 1
+    at_once = _PROCESSORS // (batch * kv_heads * group)
+    return max(1, min(at_once, x.k.shape[2] // (_FEWEST * BLOCK), _MOST_SHARES))
+
+
+def _forward(x: Call, inputs: Inputs, config: KernelConfig, shares: int, wide: bool) -> list[Results]:
+    """The results of every share of the keys of a part, in the layouts of ``Rows``."""
+    tiles = _tiling(x, config, Blocks(BLOCK, config.sizes.forward))
+    out, *statistics = forward(config, inputs, tiles, shares=shares, wide=wide)
     out = jnp.moveaxis(out, 1, 2)[..., : x.q.shape[3], : x.v.shape[-1]]
     statistics = (each[..., : x.q.shape[3]] for each in statistics)
-    return Results(*(each.reshape(each.shape[0], *heads, *each.shape[2:]) for each in (out, *statistics)))
+    batch, *heads = x.q.shape[:3]
+    arrays = [each.reshape(shares, batch, *heads, *each.shape[2:]) for each in (out, *statistics)]
+    return [Results(*(each[n] for each in arrays)) for n in range(shares)]
 
 
 def _gradients(x: Call, part: int, options: Options, per_query: PerQuery, of_bias: bool, wide: bool) -> Call:

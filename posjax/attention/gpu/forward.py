@@ -64,47 +64,53 @@ class _Scratch(NamedTuple):
     ring: Ring
 
 
-def forward(config: KernelConfig, x: Inputs, tiling: Tiling, *, wide: bool) -> Results:
-    """The results; the output in float32 if ``wide``, otherwise in the dtype of the values."""
+def forward(config: KernelConfig, x: Inputs, tiling: Tiling, *, shares: int, wide: bool) -> Results:
+    """The results; the output in float32 if ``wide``, otherwise in the dtype of the values.
+
+    The tiles of each block of queries are computed in equal shares, side by side. The results of each share are
+    separate: the first axis of the arrays is ``shares * batch``.
+    """
     batch, queries, heads, size = x.q.shape
     value_size = x.v.shape[-1]
     rows = mosaic.ROWS_OF_GROUP
-    out = jax.ShapeDtypeStruct((batch, queries, heads, value_size), jnp.float32 if wide else x.v.dtype)
-    of_queries = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
+    out = jax.ShapeDtypeStruct((shares * batch, queries, heads, value_size), jnp.float32 if wide else x.v.dtype)
+    of_queries = jax.ShapeDtypeStruct((shares * batch, heads, queries), jnp.float32)
+    features = partial(mosaic.features, tile=tiling.blocks.k)
 
     def body(inputs, *refs):
         x, lists = inputs
         *results, scratch = refs
-        _kernel(config, tiling._replace(lists=lists), x, Results(*results), scratch)
+        _kernel(config, tiling._replace(lists=lists), x, Results(*results), scratch, shares)
 
     results = mosaic.run(
         body,
         (x, tiling.lists),
         out_type=[out, of_queries, of_queries],
         scratch=_Scratch(
-            q=mosaic.features((mosaic.GROUPS, rows, size), x.q.dtype),
-            out=None if wide or value_size == size else mosaic.features((mosaic.GROUPS, rows, value_size), x.v.dtype),
+            q=features((mosaic.GROUPS, rows, size), x.q.dtype),
+            out=None if wide or value_size == size else features((mosaic.GROUPS, rows, value_size), x.v.dtype),
             statistics=plgpu.SMEM((mosaic.GROUPS, 2, rows), jnp.float32),
             q_ready=plgpu.Barrier(num_barriers=mosaic.GROUPS),
             turn=plgpu.Barrier(num_arrivals=mosaic.GROUPS),
-            ring=ring_of_keys(config, x, tokens=tiling.blocks.k),
+            ring=ring_of_keys(config, x, tokens=tiling.blocks.k, tile=tiling.blocks.k),
         ),
-        grid={"head": heads, "row": queries // tiling.blocks.q, "batch": batch},
+        grid={"head": heads, "share": shares, "row": queries // tiling.blocks.q, "batch": batch},
         name="posjax_attention_forward",
         interpret=config.interpret,
     )
     return Results(*results)
 
 
-def _kernel(config: KernelConfig, tiling: Tiling, x: Inputs, results: Results, scratch: _Scratch) -> None:
-    batch, head = (lax.axis_index(name) for name in ("batch", "head"))
+def _kernel(config, tiling: Tiling, x: Inputs, results: Results, scratch: _Scratch, shares: int) -> None:
+    batch, head, share = (lax.axis_index(name) for name in ("batch", "head", "share"))
     # The last block of queries first: with a causal mask its row of tiles is the longest.
     row = x.q.shape[1] // tiling.blocks.q - 1 - lax.axis_index("row")
-    walk = Walk.of(tiling.kinds, tiling.lists, batch, row, tiling.blocks.k)
+    walk = Walk.of(tiling.kinds, tiling.lists, batch, row, tiling.blocks.k).share(share, shares)
+    place = share * x.q.shape[0] + batch
 
     def compute(group):
         queries = row * tiling.blocks.q + group * mosaic.ROWS_OF_GROUP
-        _Group(config, x, walk, results, scratch, batch, head, group, queries).run()
+        _Group(config, x, walk, results, scratch, batch, head, group, queries, place).run()
 
     mosaic.in_roles(compute, lambda: feed_keys(config, x, walk, scratch.ring, batch, head))
 
@@ -119,7 +125,7 @@ class _Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """What one warpgroup computes: 64 queries of one head, from ``first`` on."""
+    """What one warpgroup computes: 64 queries of one head, from ``first`` on; ``place``: of its results."""
 
     config: KernelConfig
     x: Inputs
@@ -130,6 +136,7 @@ class _Group:
     head: Any
     group: Any
     first: Any
+    place: Any
 
     @property
     def queries(self):
@@ -194,11 +201,11 @@ class _Group:
         scratch, results, group = self.scratch, self.results, self.group
         blind = sums.total == 0
         out = sums.out * mosaic.rows(1 / jnp.where(blind, 1.0, sums.total), sums.out.shape)
-        out_ref = results.out.at[self.batch, self.queries, self.head]
+        out_ref = results.out.at[self.place, self.queries, self.head]
         mosaic.write(out, out_ref, scratch.q.at[group] if scratch.out is None else scratch.out.at[group])
         scratch.statistics[group, 0] = sums.top
         scratch.statistics[group, 1] = sums.total
         plgpu.commit_smem()
         for n, statistic in enumerate((results.top, results.total)):
-            plgpu.copy_smem_to_gmem(scratch.statistics.at[group, n], statistic.at[self.batch, self.head, self.queries])
+            plgpu.copy_smem_to_gmem(scratch.statistics.at[group, n], statistic.at[self.place, self.head, self.queries])
         plgpu.wait_smem_to_gmem(0)

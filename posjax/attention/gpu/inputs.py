@@ -146,12 +146,14 @@ class Walk(NamedTuple):
         order: the columns to visit.
         ends: where the list of each kind ends.
         tokens: of a column.
+        begin: where the walk begins; ``ends`` are relative to it.
     """
 
     kinds: tuple[Kind, ...]
     order: Any
     ends: tuple
     tokens: int
+    begin: Any = 0
 
     @staticmethod
     def of(kinds: tuple[Kind, ...], lists: Lists, batch, row, tokens: int) -> "Walk":
@@ -160,6 +162,13 @@ class Walk(NamedTuple):
         ends = tuple(lists.ends[batch, row, n] for n in range(len(kinds)))
         return Walk(kinds, lists.order.at[batch, row], ends, tokens)
 
+    def share(self, n, number: int) -> "Walk":
+        """The ``n``-th of a number of equal shares of the tiles."""
+        if number == 1:
+            return self
+        begin, stop = (jax.lax.div(self.count * m, jnp.int32(number)) for m in (n, n + 1))
+        return self._replace(ends=tuple(jnp.clip(end, begin, stop) - begin for end in self.ends), begin=begin)
+
     @property
     def count(self):
         """The number of tiles."""
@@ -167,7 +176,7 @@ class Walk(NamedTuple):
 
     def place(self, n):
         """The first token of the column of the ``n``-th tile."""
-        return self.order[n] * self.tokens
+        return self.order[self.begin + n] * self.tokens
 
     def run(self, step: Callable, carry, times: int = 1):
         """``carry = step(kind, n, carry)`` for every tile in order, ``times`` steps for each."""

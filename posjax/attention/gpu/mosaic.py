@@ -80,10 +80,13 @@ def in_roles(compute: Callable[[Any], None], copy: Callable[[], None]) -> None:
         copy()
 
 
-def features(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
-    """Shared memory for features, ``[..., tokens, size]``, swizzled over as much of a row as its size allows."""
+def features(shape: tuple[int, ...], dtype, tile: int) -> plgpu.SMEM:
+    """Shared memory for features, ``[..., tokens, size]``, swizzled over as much of a row as its size allows.
+
+    The bytes of a swizzle hold no more features than a ``tile`` has tokens: a product over these tokens needs that.
+    """
     bits = jnp.finfo(dtype).bits
-    swizzle = next(n for n in (128, 64, 32) if shape[-1] * bits % (8 * n) == 0)
+    swizzle = next(n for n in (128, 64, 32) if shape[-1] * bits % (8 * n) == 0 and 8 * n <= tile * bits)
     tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 

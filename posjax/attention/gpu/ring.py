@@ -124,11 +124,11 @@ def queries_at(x: Inputs, rows: OfQueries, batch, head, tokens) -> Step:
     )
 
 
-def ring_of_queries(x: Inputs, rows: OfQueries, *, tokens: int, stages: int = 2) -> Ring:
-    """The types of a ring for the queries of a call, in the backward pass."""
+def ring_of_queries(x: Inputs, rows: OfQueries, *, tokens: int, tile: int, stages: int = 2) -> Ring:
+    """The types of a ring for the queries of a call, in the backward pass. ``tile``: see ``mosaic.features``."""
     first, second = ((array.shape[-1], array.dtype) for array in (x.q, rows.d_out))
     ints = 0 if x.numbers[0] is None else x.numbers[0].shape[1]
-    return _types(first, second, ints, 2, tokens=tokens, stages=stages)
+    return _types(first, second, ints, 2, tokens=tokens, tile=tile, stages=stages)
 
 
 def keys_at(config: KernelConfig, x: Inputs, batch, head, kv_head, tokens) -> Step:
@@ -153,14 +153,14 @@ def feed_keys(config: KernelConfig, x: Inputs, walk: Walk, ring: Ring, batch, he
     feed(walk.count, [(ring, keys)], config.interpret)
 
 
-def ring_of_keys(config: KernelConfig, x: Inputs, *, tokens: int, stages: int = 2) -> Ring:
-    """The types of a ring for the keys of a call."""
+def ring_of_keys(config: KernelConfig, x: Inputs, *, tokens: int, tile: int, stages: int = 2) -> Ring:
+    """The types of a ring for the keys of a call. ``tile``: see ``mosaic.features``."""
     first, second = ((array.shape[-1], array.dtype) for array in (x.k, x.v))
     ints = 0 if x.numbers[1] is None else x.numbers[1].shape[1]
-    return _types(first, second, ints, int(config.bias.of_tokens), tokens=tokens, stages=stages)
+    return _types(first, second, ints, int(config.bias.of_tokens), tokens=tokens, tile=tile, stages=stages)
 
 
-def _types(first, second, ints: int, floats: int, *, tokens: int, stages: int) -> Ring:
+def _types(first, second, ints: int, floats: int, *, tokens: int, tile: int, stages: int) -> Ring:
     """The types of a ring for arrays of the given dtypes and sizes.
 
     Args:
@@ -169,11 +169,12 @@ def _types(first, second, ints: int, floats: int, *, tokens: int, stages: int) -
         ints: how many int32 numbers a token has.
         floats: how many float32 numbers a token has.
         tokens: of a step.
+        tile: see ``mosaic.features``.
         stages: of the ring.
     """
     buffers = Step(
-        mosaic.features((stages, tokens, first[0]), first[1]),
-        mosaic.features((stages, tokens, second[0]), second[1]),
+        mosaic.features((stages, tokens, first[0]), first[1], tile),
+        mosaic.features((stages, tokens, second[0]), second[1], tile),
         plgpu.SMEM((stages, ints, tokens), jnp.int32) if ints else None,
         plgpu.SMEM((stages, floats, tokens), jnp.float32) if floats else None,
     )
