@@ -82,6 +82,8 @@ RECIPE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 _ALSO = {bias.ALiBi: (bias.alibi_slopes,), bias.T5: (bias.t5_bucket,), coca.Coca: (coca,)}
 """Functions and modules that define a spec but that its first line does not name."""
+_MISSING = ("jax says", "the kernels need jax", "found no GPU", "compute capability")
+"""What a refusal says that is about this machine, not about the call."""
 _ADDED = {
     *("ntk", "ntk-old", "ntk-fixed", "ntk-mixed", "dynamic-linear", "dynamic-ntk", "dynamic-yarn"),
     *("rerope", "leaky-rerope", "self-extend", "lm-infinite", "streaming", "dual-chunk", "lambda", "clipped-log-n"),
@@ -307,9 +309,13 @@ def needs_training(method: Method) -> str:
     return "fine-tuning" if method.name in _TUNED else "yes"
 
 
-def cost(method: Method) -> str:
-    """How a method is computed on a TPU: by the kernel, blockwise, or linearly in the length."""
-    found = [_computed(scheme, method.head_dim) for scheme in dict.fromkeys(_each(method.scheme))]
+def cost(method: Method, *implementations: str) -> str:
+    """How a method is computed: by the first of these implementations that does, blockwise, or linearly in the length.
+
+    Of cuDNN, and of the kernels of a TPU ("tpu") or a GPU ("gpu"), which are called "kernel".
+    """
+    schemes = dict.fromkeys(_each(method.scheme))
+    found = [_computed(scheme, method.head_dim, implementations) for scheme in schemes]
     return ", ".join(dict.fromkeys(found))
 
 
@@ -317,28 +323,35 @@ def _each(scheme: pj.Scheme | pj.Layers) -> tuple[pj.Scheme, ...]:
     return getattr(scheme, "schemes", (scheme,))
 
 
-def _computed(scheme: pj.Scheme, size: int) -> str:
-    """`cost` of one scheme, by tracing a call of the TPU kernel, which refuses schemes that it cannot compute."""
+def _computed(scheme: pj.Scheme, size: int, implementations: tuple[str, ...]) -> str:
+    """`cost` of one scheme."""
     if scheme.linear is not None:
         return "linear in the length"
+    names = (name for name in implementations if _computes(name, scheme, size))
+    return {None: "blockwise", "cudnn": "cuDNN"}.get(next(names, None), "kernel")
+
+
+def _computes(implementation: str, scheme: pj.Scheme, size: int) -> bool:
+    """Whether an implementation takes a causal call of a scheme, found by tracing it; what it lacks here is no reason.
+
+    An implementation that refuses a call names another one, or says what cuDNN does not know.
+    """
     q, k, v = (
-        jax.ShapeDtypeStruct((1, 256, 4, n), "float32") for n in (scheme.query_size(size), scheme.key_size(size), size)
+        jax.ShapeDtypeStruct((1, 256, 4, n), "bfloat16") for n in (scheme.query_size(size), scheme.key_size(size), size)
     )
-    x = jax.ShapeDtypeStruct((1, 256, 4 * size), "float32")
+    x = jax.ShapeDtypeStruct((1, 256, 4 * size), "bfloat16")
 
     def call(q, k, v, x):
         key = jax.random.key(0)
         params = scheme.init(key, 4, size, model_dim=4 * size) | scheme.init_shared(key, 4, size)
         gates = {"gates": (scheme.prepare(params, x),) * 2} if scheme.reads_tokens else {}
-        return scheme.attend(q, k, v, params=params, mask=pj.masks.Causal(), implementation="tpu", **gates)
+        return scheme.attend(q, k, v, params=params, mask=pj.masks.Causal(), implementation=implementation, **gates)
 
     try:
         jax.eval_shape(call, q, k, v, x)
     except ValueError as error:
-        if "use 'blockwise'" not in str(error):
-            raise
-        return "blockwise"
-    return "kernel"
+        return any(words in str(error) for words in _MISSING)
+    return True
 
 
 def numbered(layers: pj.Layers) -> dict[pj.Scheme, str]:

@@ -75,15 +75,26 @@ def overview() -> str:
     """The table of all methods, each once."""
     about = (
         f"{len(methods())} methods, by the slot that they are about. *Training*: whether a model must be trained with "
-        "the method. *Cache*: what decoding keeps ([decoding](../decoding.md)). *TPU*: whether the flash attention "
-        "kernel computes it, or else blocks of XLA's own operations, both in linear memory. *Measured*: perplexity per "
+        "the method. *Cache*: what decoding keeps ([decoding](../decoding.md)). *TPU* and *H100*: whether a flash "
+        "attention kernel computes it (on a GPU in half precision, which is cuDNN's where that knows it), or else blocks "
+        "of XLA's own operations, all in linear memory. *Measured*: perplexity per "
         f"byte of small decoders at {measured.LENGTHS[0]} bytes, as in training, and at {measured.LENGTHS[-1]:,} "
         "([What was measured](../results.md#the-zoo)); the page of a method says whether it was trained or put "
         "on trained RoPE."
     )
-    head = ("method", "slot", "what it is", "source", "training", "cache", "TPU", "measured")
+    head = ("method", "slot", "what it is", "source", "training", "cache", "TPU", "H100", "measured")
     rows = [
-        (link(m), title, lead(m), source(m), needs_training(m), kinds(m.scheme), cost(m), measured.ends(m))
+        (
+            link(m),
+            title,
+            lead(m),
+            source(m),
+            needs_training(m),
+            kinds(m.scheme),
+            cost(m, "tpu"),
+            cost(m, "cudnn", "gpu"),
+            measured.ends(m),
+        )
         for slot, title in GROUPS.items()
         for m in members(slot)
     ]
