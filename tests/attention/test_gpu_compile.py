@@ -16,12 +16,15 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax's CUDA wheels"),
 ]
 TESTS = Path(__file__).parents[1]
-# Bytes stored and loaded, by assembler 13.5. At 128 the gradients of keys and values fill the registers (most for FoX).
-SPILLED = {64: 0, 128: 2000}
+# Bytes stored and loaded, by assembler 13.5. Larger heads fill the registers in the backward pass, most under FoX.
+SPILLED = {64: 0, 96: 200, 128: 1600, 192: 400, 256: 800}
+LARGEST = [
+    *((form, size) for size in (64, 128) for form in FORMS),
+    *((f, n) for n in (96, 192, 256) for f in ("t5", "fox")),
+]
 
 
-@pytest.mark.parametrize("size", SPILLED)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "size"), LARGEST)
 def test_kernels_fit_an_h100(form, size):
     """No product waits for another one, and registers are not spilled at heads of 64."""
     (nvidia,) = importlib.util.find_spec("nvidia").submodule_search_locations

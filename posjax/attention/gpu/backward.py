@@ -296,7 +296,7 @@ class _Keys:
         queries = ring.at(step)
         ring.wait(0, step)
         scores = mosaic.product_transposed(scratch.first, queries.first)
-        lse, correction = mosaic.load_all(queries.floats, mosaic.COLUMNS, config.interpret)
+        lse = mosaic.load(queries.floats.at[0], mosaic.COLUMNS, config.interpret)
         logits = self._tile(numbers, queries, step, scores.shape).logits(scores, kind)
         weights = logits.weights(mosaic.columns(lse, scores.shape))
         ring.wait(1, step)
@@ -313,6 +313,8 @@ class _Keys:
                 return mosaic.current(d_weights, int(dv is not None), config.interpret)
 
             d_weights = pl.run_scoped(products, mosaic.accumulator(scores.shape))
+            # Not loaded before: registers are scarce while the weights are computed.
+            correction = mosaic.load(queries.floats.at[1], mosaic.COLUMNS, config.interpret)
             d_scores = weights * (d_weights - mosaic.columns(correction, scores.shape))
             if logits.slope is not None:
                 d_scores *= logits.slope

@@ -111,18 +111,18 @@ def counted(shape, axis: int):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
 
 
-def load(ref, layout):
-    """A vector from main or shared memory."""
-    return plgpu.load(ref, layout=layout, optimized=False)
+def load(ref, layout, interpret=None):
+    """A vector from main memory; with ``interpret``, from a buffer of a ring."""
+    vector = plgpu.load(ref, layout=layout, optimized=False)
+    if interpret:
+        # The interpreter orders a copy after such a read only by a fence; on a GPU the barrier of the ring is enough.
+        plgpu.commit_smem()
+    return vector
 
 
 def load_all(ref, layout, interpret=None) -> tuple:
     """The vectors of an array ``[n, tokens]``."""
-    vectors = tuple(load(ref.at[n], layout) for n in range(ref.shape[0]))
-    if interpret:
-        # The interpreter orders a copy after such a read only by a fence; on a GPU the barrier of the ring is enough.
-        plgpu.commit_smem()
-    return vectors
+    return tuple(load(ref.at[n], layout, interpret) for n in range(ref.shape[0]))
 
 
 def write(x, ref, buffer) -> None:
