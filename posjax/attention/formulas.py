@@ -1,8 +1,8 @@
-"""Masks and biases in the forms that kernels compute: masks as formulas of two tokens, biases in three forms."""
+"""Masks and biases in the forms that kernels compute: masks as formulas of two tokens, biases in a few forms."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from posjax._numbers import LARGEST, is_array_number
 from posjax._slots import OfSomeHeads, is_custom
 from posjax.attention.call import Call
-from posjax.bias import ForgetBias, LinearBias
+from posjax.bias import ArrayBias, ForgetBias, LinearBias
 from posjax.masks import Mask, Not, OfTokens, Pair, traced_sizes
 from posjax.positions import Range
 
@@ -20,7 +20,7 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 """Logits of kernels are in base 2: ``2^(z log2 e) = e^z``. Gradients with respect to them lack a factor ``ln 2``."""
 
-BiasForm = Literal["none", "linear", "gates", "by distance"]
+BiasForm = Literal["none", "linear", "gates", "by distance", "pairs"]
 
 
 def bias_form(call: Call) -> BiasForm | None:
@@ -29,11 +29,14 @@ def bias_form(call: Call) -> BiasForm | None:
     * ``"none"``: there is no bias;
     * ``"linear"``: ``slope (p_i - p_j)``, a number for each key and a constant of the query (ALiBi);
     * ``"gates"``: ``c_i - c_j`` with numbers for each token (FoX);
-    * ``"by distance"``: a function of ``i - j`` alone for each head (T5, KERPLE and others).
+    * ``"by distance"``: a function of ``i - j`` alone for each head (T5, KERPLE and others);
+    * ``"pairs"``: an array with a number for each pair of tokens.
     """
     bias = call.bias
     if bias is None:
         return "none"
+    if type(bias) is ArrayBias:
+        return "pairs" if bias.array.shape[2:] == (call.q.shape[3], call.k.shape[2]) else None
     # Exactly these classes: a subclass may have other values. A soft cap keeps the constant of a query in the logits.
     if type(bias) in (LinearBias, ForgetBias) and not bias.symmetric and call.softcap is None:
         return "linear" if type(bias) is LinearBias else "gates"
@@ -207,8 +210,11 @@ def allowed(formula: Formula, i, j, q_numbers, k_numbers):
     return formula.pairs(i, j)
 
 
-def kernel_refusal(call: Call) -> str | None:
-    """Why kernels, which are compiled for one program of fixed sizes, do not support a call, or None."""
+def kernel_refusal(call: Call, forms: Collection[BiasForm]) -> str | None:
+    """Why kernels, which are compiled for one program of fixed sizes, do not support a call, or None.
+
+    ``forms`` are those of the biases that they compute.
+    """
     if not all(isinstance(size, int) for size in call.q.shape):
         return "a size of the queries is symbolic, and a kernel is compiled for known sizes; use 'blockwise'"
     if call.decay is not None:
@@ -222,7 +228,7 @@ def kernel_refusal(call: Call) -> str | None:
     if is_array_number(call.softcap):
         return "softcap is an array, and a kernel is compiled for a Python float; use 'blockwise'"
     form = bias_form(call)
-    if form is None:
-        name = type(call.bias).__name__
-        return f"{name} is neither a number for each key nor a function of distance only; use 'blockwise'"
+    if form not in forms:
+        known = "a number for each key or a function of distance" + (", or a whole array" if "pairs" in forms else "")
+        return f"{type(call.bias).__name__} is not {known}; use 'blockwise'"
     return distance_refusal(call) if form == "by distance" else None

@@ -3,6 +3,8 @@
 The interpreter runs warpgroups, copies and barriers on a CPU, and reports races.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from posjax.attention import attention
 from posjax.attention.call import Call
 from posjax.attention.gpu.backend import GPU, Options
 from posjax.attention.platform import computed, everywhere
-from posjax.bias import T5, ALiBi, FoX, Kerple
+from posjax.bias import T5, ALiBi, ArrayBias, FoX, Kerple
 from posjax.masks import Beyond, Causal, Chunked, ChunksApart, FirstTokens, Prefix, Segments, Window
 from posjax.positions import Range, from_segments
 
@@ -34,6 +36,21 @@ FAR_AWAY, LAST, END = Range(2**30, TOKENS), Range(2**31 - TOKENS, TOKENS), Range
 FEW = {"queries": 200, "keys": 200, "batch": 1}
 DECODE = {"queries": 5, "keys": 1200, "q_positions": Range(1195, 5), "batch": 1}
 NARROW = {"dtype": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """A spec of an array bias, with a number for each pair of tokens."""
+
+    batch: int
+    heads: int
+
+    def init(self, key, num_heads: int) -> dict:
+        return {"array": jax.random.normal(key, (self.batch, self.heads, TOKENS, TOKENS))}
+
+    def bind(self, params, *, num_heads: int) -> ArrayBias:
+        return ArrayBias(params["array"])
+
 
 CASES = [
     Case("packed alibi, sinks", LEARNED, Causal() & Segments(IDS), sinks=True, **IN_ROWS, **NARROW),
@@ -68,6 +85,8 @@ WIDE = [
     Case("fox, size 256", FoX(), Causal(), heads=4, kv_heads=2, size=256, value_size=256, **FEW, **NARROW),
     Case("few queries, many keys", T5_NEAR, Causal() & Window(900), sinks=True, **DECODE, **NARROW),
     Case("few queries, remapped", LEARNED, Causal(), remap=(Beyond(700),), **DECODE, **NARROW),
+    Case("an array, packed", Pairs(1, 2), Causal() & Segments(IDS), **IN_ROWS, **NARROW),
+    Case("an array of rows, capped, far", Pairs(2, 1), Causal(), 5.0, remap=(Beyond(140),), **NARROW),
     Case("wider values", LEARNED, Causal(), size=64, value_size=128, **FEW, **NARROW),
     Case("narrower values", LEARNED, Causal(), size=192, value_size=128, **FEW, **NARROW),
 ]

@@ -15,6 +15,7 @@ from posjax.attention.rows import per_query_of
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _LARGEST_HEAD = 256
+_FORMS = ("none", "linear", "gates", "by distance", "pairs")
 _OLDEST_JAX = (0, 11)
 _USUAL = Options()
 _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
@@ -39,7 +40,7 @@ class GPU(Backend):
         size = max(call.q.shape[-1], call.v.shape[-1])
         if size > _LARGEST_HEAD:
             return f"heads must have at most {_LARGEST_HEAD} features, found {size}; use 'blockwise'"
-        return kernel_refusal(call) or (None if self.options.interpret else _device_refusal())
+        return kernel_refusal(call, _FORMS) or (None if self.options.interpret else _device_refusal())
 
     def needs_ranges(self, call):
         return bias_form(call) == "by distance"

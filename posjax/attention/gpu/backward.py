@@ -40,18 +40,21 @@ from posjax.attention.tiles import Kind
 def backward_queries(
     config: KernelConfig, x: Inputs, rows: OfQueries, tiling: Tiling, *, wide: bool, of_bias: bool
 ) -> tuple:
-    """The gradient of the queries, in float32 if ``wide``, and with ``of_bias`` the sums of the bias over their pairs.
+    """The gradient of the queries, in float32 if ``wide``, and with ``of_bias`` what the bias needs of their pairs.
 
-    The sums, ``KernelBias.sums`` for each query, are float32 ``[batch, heads, n, queries]``, or None.
+    That is ``KernelBias.sums`` for each query, float32 ``[batch, heads, n, queries]``, or None; and the gradient ``dS``
+    of all pairs, float32 ``[batch, heads, queries, keys]``, or None. ``dS`` is written in the tiles that are visited.
     """
     sums = config.bias.sums if of_bias else 0
+    of_pairs = of_bias and config.bias.of_pairs
     batch, queries, heads, size = x.q.shape
     block = mosaic.ROWS_OF_GROUP
     features = partial(mosaic.features, dtype=x.q.dtype, tile=tiling.blocks.k)
 
-    def body(inputs, dq_ref, sums_ref, scratch):
+    def body(inputs, *refs):
         x, rows, lists = inputs
-        _queries_kernel(config, tiling._replace(lists=lists), x, rows, dq_ref, sums_ref, scratch)
+        *results, scratch = refs
+        _queries_kernel(config, tiling._replace(lists=lists), x, rows, _OfQueries(*results), scratch)
 
     return mosaic.run(
         body,
@@ -59,6 +62,7 @@ def backward_queries(
         out_type=[
             jax.ShapeDtypeStruct(x.q.shape, jnp.float32 if wide else x.q.dtype),
             jax.ShapeDtypeStruct((batch, heads, sums, queries), jnp.float32) if sums else None,
+            jax.ShapeDtypeStruct((batch, heads, queries, x.k.shape[1]), jnp.float32) if of_pairs else None,
         ],
         scratch=_Scratch(
             first=features((mosaic.GROUPS, block, size)),
@@ -72,6 +76,14 @@ def backward_queries(
         name="posjax_attention_backward_queries",
         interpret=config.interpret,
     )
+
+
+class _OfQueries(NamedTuple):
+    """The results of the kernel for the queries: see ``backward_queries``."""
+
+    q: Any
+    sums: Any
+    pairs: Any
 
 
 class _Scratch(NamedTuple):
@@ -99,19 +111,19 @@ class _Scratch(NamedTuple):
         return self._replace(**{name: None if each is None else each.at[group] for name, each in fields.items()})
 
 
-def _queries_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, dq_ref, sums_ref, scratch) -> None:
+def _queries_kernel(config, tiling: Tiling, x: Inputs, rows: OfQueries, results: _OfQueries, scratch) -> None:
     batch, head = (lax.axis_index(name) for name in ("batch", "head"))
     row = x.q.shape[1] // tiling.blocks.q - 1 - lax.axis_index("row")
     walk = Walk.of(tiling.kinds, tiling.lists, batch, row, tiling.blocks.k)
 
     def compute(group):
         first = row * tiling.blocks.q + group * mosaic.ROWS_OF_GROUP
-        _of_queries(config, walk, x, rows, dq_ref, sums_ref, scratch.of_group(group), batch, head, first)
+        _of_queries(config, walk, x, rows, results, scratch.of_group(group), batch, head, first)
 
     mosaic.in_roles(compute, lambda: feed_keys(config, x, walk, scratch.ring, batch, head))
 
 
-def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, sums_ref, scratch, batch, head, first):
+def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, results: _OfQueries, scratch, batch, head, first):
     """The gradients of 64 queries of one head."""
     block = mosaic.ROWS_OF_GROUP
     queries = pl.ds(first, block)
@@ -136,7 +148,9 @@ def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, sums_ref
         d_scores = logits.weights(mosaic.rows(lse, shape)) * (d_weights - mosaic.rows(correction, shape))
         if logits.slope is not None:
             d_scores *= logits.slope
-        if sums_ref is not None:
+        if results.pairs is not None:
+            results.pairs[batch, head, queries, pl.ds(place, walk.tokens)] = d_scores
+        if results.sums is not None:
             sums = config.bias.summed(tile, kind.reach, d_scores, sums)
         mosaic.add_product(dq, d_scores.astype(x.k.dtype), keys.first, scratch.copy)
         plgpu.wgmma_wait(0)
@@ -144,18 +158,18 @@ def _of_queries(config, walk: Walk, x: Inputs, rows: OfQueries, dq_ref, sums_ref
         return sums
 
     def run(dq):
-        number = 0 if sums_ref is None else sums_ref.shape[2]
+        number = 0 if results.sums is None else results.sums.shape[2]
         sums = walk.run(partial(step, dq), (mosaic.full((block,), 0, mosaic.ROWS),) * number)
         return dq[...], sums
 
     dq, sums = pl.run_scoped(run, mosaic.accumulator((block, x.q.shape[-1])))
     dq *= config.factor * LN2
-    mosaic.write(dq, dq_ref.at[batch, queries, head], scratch.first)
-    if sums_ref is not None:
+    mosaic.write(dq, results.q.at[batch, queries, head], scratch.first)
+    if results.sums is not None:
         for n, each in enumerate(sums):
             scratch.floats[n] = each
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch.floats, sums_ref.at[batch, head, :, queries])
+        plgpu.copy_smem_to_gmem(scratch.floats, results.sums.at[batch, head, :, queries])
     plgpu.wait_smem_to_gmem(0)
 
 

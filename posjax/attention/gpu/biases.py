@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from posjax.attention.call import Call
 from posjax.attention.formulas import LN2, LOG2E, distance_numbers, exact_difference
@@ -24,12 +25,14 @@ class BiasSums(NamedTuple):
         of_queries: see ``KernelBias.summed``, ``[batch, heads, sums, queries]``, or None.
         of_keys: ``-sum_i dS`` for each key, ``[batch, heads, keys]``, or None.
         d_lse: the gradient of the log-sum-exp, which is ``sum_j dS`` for each query, ``[batch, heads, queries]``.
+        of_pairs: ``dS`` itself, float32 ``[batch, heads, queries, keys]``, or None.
         by_distance: the sums at distances ``-keys`` to ``queries - 1``, ``[heads, queries + keys]``, or None.
     """
 
     of_queries: jax.Array | None
     of_keys: jax.Array | None
     d_lse: jax.Array
+    of_pairs: jax.Array | None
     by_distance: jax.Array | None
 
 
@@ -42,6 +45,7 @@ class KernelBias:
         constant_from: the distance from which it is constant, or None.
         by_distance: whether it is a number for each distance.
         sums: how many sums over the pairs of each query its gradient needs.
+        of_pairs: whether it is a number for each pair of tokens.
         of_tokens: whether it has a number for each head and token, ``numbers["q"]`` and ``numbers["k"]``.
     """
 
@@ -49,6 +53,7 @@ class KernelBias:
     constant_from = None
     by_distance = False
     sums = 0
+    of_pairs = False
     of_tokens = False
 
     @classmethod
@@ -59,6 +64,10 @@ class KernelBias:
     def numbers(self, x: Call, ahead) -> dict[str, jax.Array]:
         """Its numbers, in base 2. ``ahead``: distance of the first query from the first key."""
         return {}
+
+    def by_keys(self, x: Inputs) -> Inputs:
+        """The inputs for tiles whose rows are keys."""
+        return x
 
     def of_queries(self, config: KernelConfig, x: Inputs):
         """The constant of each query, which no kernel adds, ``[batch or 1, heads, queries]``; or None."""
@@ -200,4 +209,34 @@ class ByDistance(KernelBias):
         return {"values": sums.by_distance * LN2, "edges": edges * LN2}
 
 
-FORMS = {"none": NoBias, "linear": LinearInKey, "gates": Gates, "by distance": ByDistance}
+@dataclasses.dataclass(frozen=True)
+class OfPairs(KernelBias):
+    """An array ``b[batch, head, i, j]``, read tile by tile; a batch or heads of 1 are shared.
+
+    Its gradient is ``dS``, which takes memory for every pair and head.
+    """
+
+    of_pairs = True
+
+    def numbers(self, x, ahead):
+        """``pairs``, in base e and in the dtype of the array."""
+        return {"pairs": x.bias.array}
+
+    def by_keys(self, x):
+        # Mosaic reads rows of memory only.
+        return x._replace(bias={"pairs": x.bias["pairs"].swapaxes(-1, -2)})
+
+    def add(self, tile, reach, logits):
+        pairs = tile.x.bias["pairs"]
+        rows, columns = (tile.k, tile.q) if tile.transposed else (tile.q, tile.k)
+        at = (pl.ds(axis.index, count) for axis, count in zip((rows, columns), tile.shape, strict=True))
+        part = mosaic.load(pairs.at[own(pairs, tile.batch), own(pairs, tile.head, axis=1), *at], mosaic.TILE)
+        return logits + part.astype(jnp.float32) * LOG2E
+
+    def gradients(self, x, sums):
+        pairs = x.bias["pairs"]
+        shared = tuple(axis for axis in range(2) if pairs.shape[axis] == 1)
+        return {"pairs": sums.of_pairs.sum(shared, keepdims=True).astype(pairs.dtype)}
+
+
+FORMS = {"none": NoBias, "linear": LinearInKey, "gates": Gates, "by distance": ByDistance, "pairs": OfPairs}

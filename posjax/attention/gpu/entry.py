@@ -169,14 +169,16 @@ def _gradients(x: Call, part: int, options: Options, per_query: PerQuery, of_bia
     rows = OfQueries(d_out, jnp.stack([flat_heads(lse), flat_heads(correction)], axis=2))
     by_queries = _tiling(x, config, Blocks(BLOCK, config.sizes.queries))
     by_keys = _tiling(x, config, Blocks(config.sizes.keys, BLOCK), by_keys=True)
-    dq, of_queries = backward_queries(config, inputs, rows, by_queries, wide=wide, of_bias=of_bias)
-    dk, dv, of_keys = backward_keys(config, inputs, rows, by_keys, wide=wide, of_bias=of_bias)
+    dq, of_queries, of_pairs = backward_queries(config, inputs, rows, by_queries, wide=wide, of_bias=of_bias)
+    transposed = config.bias.by_keys(inputs)
+    dk, dv, of_keys = backward_keys(config, transposed, rows, by_keys, wide=wide, of_bias=of_bias)
     q, k, v = (_like(*pair) for pair in ((dq, x.q), (dk, x.k), (dv, x.v)))
     bias = zeros.bias
     if of_bias:
         of_distances = _of_distances(x, inputs, config, rows) if config.bias.by_distance else None
         # The gradient of the log-sum-exp is that of all parts together, so it counts once.
-        sums = BiasSums(of_queries, of_keys, flat_heads(d_lse) * (part == 0), of_distances)
+        of_pairs = None if of_pairs is None else _visited(x, config, of_pairs)
+        sums = BiasSums(of_queries, of_keys, flat_heads(d_lse) * (part == 0), of_pairs, of_distances)
         bias = _of_bias(x, config, config.bias.gradients(inputs, sums))
     if part == 0:
         return dataclasses.replace(zeros, q=q, k=k, v=v, bias=bias)
@@ -198,6 +200,13 @@ def _of_bias(x: Call, config: KernelConfig, gradients: dict):
         return config.bias.numbers(_padded(dataclasses.replace(x, bias=bias)), _ahead(x))
 
     return jax.vjp(numbers, x.bias)[1](gradients)[0]
+
+
+def _visited(x: Call, config: KernelConfig, of_pairs):
+    """Numbers of pairs, 0 in the tiles that the kernel for the queries does not visit."""
+    blocks = Blocks(BLOCK, config.sizes.queries)
+    tiles = jnp.asarray(_plan(x, config, blocks).grid)[:, None]
+    return jnp.where(tiles.repeat(blocks.q, -2).repeat(blocks.k, -1) > 0, of_pairs, 0)
 
 
 def _of_distances(x: Call, inputs: Inputs, config: KernelConfig, rows: OfQueries) -> jax.Array:

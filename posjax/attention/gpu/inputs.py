@@ -133,9 +133,9 @@ def tiling(blocks: Blocks, plan: TilePlan) -> Tiling:
     return Tiling(blocks, plan.kinds, Lists(*(jnp.asarray(array, jnp.int32) for array in each)))
 
 
-def own(array, batch):
-    """The index of a batch row in an array whose batch axis may be 1."""
-    return batch if array.shape[0] > 1 else 0
+def own(array, index, axis: int = 0):
+    """The index of a batch row, or of a head, in an array where this axis may be 1."""
+    return index if array.shape[axis] > 1 else 0
 
 
 class Walk(NamedTuple):

@@ -20,7 +20,7 @@ from posjax.attention.logits import flat_heads, merge_heads, split_heads
 from posjax.attention.rows import PerQuery, Rows
 from posjax.attention.tiles import Blocks, lengthen, lengthened_rows, pad, plan_tiles
 from posjax.attention.tpu.backward import backward
-from posjax.attention.tpu.biases import form_of
+from posjax.attention.tpu.biases import FORMS, form_of
 from posjax.attention.tpu.blocks import Target, cheapest_backward, cheapest_forward, divide, fit, target
 from posjax.attention.tpu.correction import row_sums_of_heads
 from posjax.attention.tpu.forward import forward
@@ -162,7 +162,7 @@ def refusal(x: Call) -> str | None:
     """Why the kernels do not support these calls, or None."""
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q must be bfloat16 or float32, found {x.q.dtype}"
-    return kernel_refusal(x) or form_of(x).refusal(x)
+    return kernel_refusal(x, FORMS) or form_of(x).refusal(x)
 
 
 def is_plain(x: Call) -> bool:
