@@ -165,8 +165,14 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
         from train.workshop.schedule.costs import write_costs
 
         write_costs(config.schedule, costs)
-    if schedule is None and costs is None:
+    if schedule is not None or costs is not None:
+        return
+    if config.gpu is None:
         bench(config)
+        return
+    from train.workshop.gpu.bench import bench_gpu
+
+    bench_gpu(config.gpu, config.directory)
 
 
 def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> None:
@@ -197,8 +203,8 @@ _CONFIGS = {
     "verify": "a run's directory, on this machine or at a URL; or the YAML file that it was made from, whose URL ends "
     "in .yaml or .yml",
     "languages": f"{_YAML}, as configs/languages.yaml; it has the keys of LanguagesConfig in train/languages/config.py",
-    "bench": f"{_YAML}, as configs/bench.yaml; it has the keys of BenchConfig in train/workshop/bench.py, and with "
-    "--loop those of a config of fit",
+    "bench": f"{_YAML}, as configs/bench.yaml or configs/gpu.yaml; it has the keys of BenchConfig in "
+    "train/workshop/bench.py, and with --loop those of a config of fit",
 }
 """The help on CONFIG of every command for which CONFIG is not just `_YAML`."""
 _ARGUMENTS = {

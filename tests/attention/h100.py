@@ -1,8 +1,8 @@
 """Compiles the GPU kernels of a call for an H100, without one, and prints what the assembler says of each kernel.
 
-Usage: ``python -m attention.h100 FORM SIZE``, a form of ``train.workshop.gpu``, with jax's CUDA wheels and NVIDIA's
-assembler installed. It prints one JSON object a kernel: its registers, bytes of spilled registers, bytes of shared
-memory, and warnings.
+Usage: ``python -m attention.h100 FORM SIZE``, a form of ``train.workshop.gpu.jobs``, with jax's CUDA wheels and
+NVIDIA's assembler installed. It prints one JSON object a kernel: its registers, bytes of spilled registers, bytes of
+shared memory, and warnings.
 """
 
 import glob
@@ -21,7 +21,8 @@ import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-from train.workshop.gpu import Shape, gradients  # noqa: E402
+from train.workshop.gpu.calls import arguments, gradients  # noqa: E402
+from train.workshop.gpu.jobs import Shape  # noqa: E402
 
 NAME = "NVIDIA H100 80GB HBM3"
 # What the compiler must know of the device (from NVIDIA's tuning guide for Hopper and the data sheet of the H100 SXM).
@@ -50,10 +51,10 @@ def compiled(form: str, size: int) -> None:
     mesh = topologies.make_mesh(topology, (1,), ("all",))
     whole = NamedSharding(mesh, PartitionSpec())
     call = Shape(form, 4096, size, heads=16, kv_heads=4)
-    arguments = jax.eval_shape(call.arguments)
-    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), arguments)
+    shapes = jax.eval_shape(lambda: arguments(call))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jax.jit(gradients(call)).lower(*arguments).compile()
+        jax.jit(gradients(call)).lower(*shapes).compile()
 
 
 def reports() -> list[dict]:

@@ -24,6 +24,7 @@ from posjax._checks import check
 from train.runtime.allocator import keep_memory
 from train.runtime.machine import processor, resident_peak_bytes, versions
 from train.runtime.paths import write_file
+from train.workshop.gpu.config import GpuConfig
 from train.workshop.libraries import BACKWARD, FORWARD, LIBRARIES, Shape, refuses
 from train.workshop.schedule.config import ScheduleConfig
 
@@ -43,6 +44,7 @@ class BenchConfig:
     repeats: int = 5
     timeout: int = 600  # seconds for one measurement, compilation included
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # what --schedule compiles
+    gpu: GpuConfig | None = None  # with this section a GPU is measured, and nothing else
 
     def __post_init__(self):
         for name in ("lengths", "directions", "libraries"):

@@ -56,6 +56,9 @@ REFUSALS = [
     ("schedule.num_heads", {"schedule": {"num_heads": 0}}),
     ("schedule.layers", {"schedule": {"layers": ["ropes"]}}),
     ("chips", {"schedule": {"chips": ["v5e"]}}),
+    ("gpu.forms", {"gpu": {"forms": ["alibis"]}}),
+    ("gpu.decode_kv_heads", {"gpu": {"decode_kv_heads": [3]}}),
+    ("gpu.seconds", {"gpu": {"seconds": -1}}),
 ]
 
 

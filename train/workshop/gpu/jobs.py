@@ -1,0 +1,81 @@
+"""What can be measured. Imports no library that computes, because torch must run without jax beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORMS = ("causal", "alibi", "slopes", "t5", "kerple", "fox", "window", "packed", "capped", "rerope")
+"""Forms of causal attention: ``calls.attend`` says what they are."""
+DOCUMENT = 1500
+"""Tokens of a document in packed rows."""
+WINDOW = 1024
+"""How many keys a query of the form ``window`` sees."""
+LAYERS = 4
+"""Caches that a decoded token reads one after the other, as in the layers of a decoder."""
+
+ERRORS, FORWARD, BACKWARD, DECODE = "errors", "forward", "forward + backward", "decode"
+OURS = "posjax"
+LIBRARIES = {
+    "cudnn": ("causal", "window"),
+    OURS: FORMS,
+    "torch flex": ("causal", "alibi", "window", "packed"),
+    "torch sdpa": ("causal",),
+    "tokamax": ("causal", "alibi"),
+}
+"""The libraries whose times are taken side by side, and the forms of each."""
+LONGEST_BIAS = 16384
+"""The most tokens for which a bias is given as an array: at 65,536 that of 16 heads has 137 GB."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call of batch 1: queries ``[1, length, heads, size]``, keys and values ``[1, length, kv_heads, size]``.
+
+    A decoded token has one query instead, and the form ``decode``.
+    """
+
+    form: str
+    length: int
+    size: int
+    heads: int = 16
+    kv_heads: int = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement: errors, the time of a direction, or of decoding.
+
+    `library` is one of ``LIBRARIES``, or ``blockwise`` or ``dense``, implementations of posjax.
+    """
+
+    what: str
+    library: str
+    shape: Shape
+
+    @property
+    def process(self) -> str:
+        """The process that measures it."""
+        name = self.library.partition(" ")[0]
+        return name if name in ("torch", "tokamax") else "jax"
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether XLA may try variants of the program's matrix products on the GPU while it compiles them.
+
+        That would disturb other measurements.
+        """
+        return self.what != ERRORS and self.library in ("blockwise", "dense")
+
+    def __str__(self) -> str:
+        shape = self.shape
+        heads = f"{shape.heads} heads over {shape.kv_heads}, size {shape.size}"
+        return f"{self.what}: {self.library}, {shape.form}, {shape.length:,} tokens, {heads}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How jobs are measured; the keys of the config's section explain them."""
+
+    implementation: str
+    threads: int
+    row_seconds: float
