@@ -312,13 +312,13 @@ def test_fixed_alibi_is_cudnn_with_more_features(implementation):
     assert set(re.findall(r"x(\d+)xbf16", types)) == {str(SIZE + 8)}
 
 
-def split_over_rows(*values):
-    return jax.shard_map(alibi, in_specs=P("data"), out_specs=P("data"), mesh=mesh())(*values)
-
-
 @pytest.mark.usefixtures("gpu")
-def test_fixed_alibi_in_a_shard_map_and_a_checkpointed_scan_is_cudnn():
-    assert kernels(gradient(split_over_rows), *HALF(), platform="cuda") == {CUDNN, CUDNN_BACKWARD}
+def test_fixed_alibi_is_cudnn_where_rows_are_split_and_in_a_checkpointed_scan():
+    rows = P("data")
+    split = jax.shard_map(alibi, in_specs=rows, out_specs=rows, mesh=mesh())
+    placed = partial(alibi, placement=NamedSharding(mesh(), rows))
+    for function in (split, placed):
+        assert kernels(gradient(function), *HALF(), platform="cuda") == {CUDNN, CUDNN_BACKWARD}
 
     def scanned(q, k, v):
         return jax.lax.scan(jax.checkpoint(lambda q, _: (alibi(q, k, v), None)), q, None, length=3)[0]
