@@ -55,8 +55,10 @@ def refusal(x: Call) -> str | None:
     """Why ``with_alibi`` does not compute the bias of a call, or None."""
     bias = x.bias
     # Exactly this class: a subclass may have other values.
-    if type(bias) is not LinearBias or bias.symmetric:
-        return f"only ALiBi that is not symmetric can be features, found {type(bias).__name__}"
+    if type(bias) is not LinearBias:
+        return f"only ALiBi can be features, found {type(bias).__name__}"
+    if bias.symmetric:
+        return "a symmetric LinearBias cannot be features, because |i - j| is no sum of products"
     if not is_known(bias.slopes):
         return "features give no gradient of slopes, so slopes must be fixed, known when tracing"
     if x.q.dtype != jnp.bfloat16:
