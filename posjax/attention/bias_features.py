@@ -62,7 +62,7 @@ def refusal(x: Call) -> str | None:
     if not is_known(bias.slopes):
         return "features give no gradient of slopes, so slopes must be fixed, known when tracing"
     if x.q.dtype != jnp.bfloat16:
-        return f"features of ALiBi would overflow in {x.q.dtype}; q, k and v must be bfloat16"
+        return f"with features of ALiBi q, k and v must be bfloat16 (they would overflow in float16), found {x.q.dtype}"
     tokens = x.q.shape[3]
     if tokens > LONGEST:
         return f"features of ALiBi are exact up to {LONGEST} tokens, found {tokens}"
