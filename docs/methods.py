@@ -309,13 +309,10 @@ def needs_training(method: Method) -> str:
     return "fine-tuning" if method.name in _TUNED else "yes"
 
 
-def cost(method: Method, *implementations: str) -> str:
-    """How a method is computed: by the first of these implementations that does, blockwise, or linearly in the length.
-
-    Of cuDNN, and of the kernels of a TPU ("tpu") or a GPU ("gpu"), which are called "kernel".
-    """
+def cost(method: Method, *kernels: str) -> str:
+    """How a method is computed: by one of these kernels, blockwise, or linearly in the length."""
     schemes = dict.fromkeys(_each(method.scheme))
-    found = [_computed(scheme, method.head_dim, implementations) for scheme in schemes]
+    found = [_computed(scheme, method.head_dim, kernels) for scheme in schemes]
     return ", ".join(dict.fromkeys(found))
 
 
@@ -323,19 +320,15 @@ def _each(scheme: pj.Scheme | pj.Layers) -> tuple[pj.Scheme, ...]:
     return getattr(scheme, "schemes", (scheme,))
 
 
-def _computed(scheme: pj.Scheme, size: int, implementations: tuple[str, ...]) -> str:
+def _computed(scheme: pj.Scheme, size: int, kernels: tuple[str, ...]) -> str:
     """`cost` of one scheme."""
     if scheme.linear is not None:
         return "linear in the length"
-    names = (name for name in implementations if _computes(name, scheme, size))
-    return {None: "blockwise", "cudnn": "cuDNN"}.get(next(names, None), "kernel")
+    return "kernel" if any(_computes(name, scheme, size) for name in kernels) else "blockwise"
 
 
 def _computes(implementation: str, scheme: pj.Scheme, size: int) -> bool:
-    """Whether an implementation takes a causal call of a scheme, found by tracing it; what it lacks here is no reason.
-
-    An implementation that refuses a call names another one, or says what cuDNN does not know.
-    """
+    """Whether an implementation takes a causal call of a scheme, found by tracing it; what it lacks here is no reason."""
     q, k, v = (
         jax.ShapeDtypeStruct((1, 256, 4, n), "bfloat16") for n in (scheme.query_size(size), scheme.key_size(size), size)
     )

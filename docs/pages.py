@@ -76,7 +76,7 @@ def overview() -> str:
     about = (
         f"{len(methods())} methods, by the slot that they are about. *Training*: whether a model must be trained with "
         "the method. *Cache*: what decoding keeps ([decoding](../decoding.md)). *TPU* and *H100*: whether a flash "
-        "attention kernel computes it (on a GPU in half precision, which is cuDNN's where that knows it), or else "
+        "attention kernel computes it (on a GPU one of cuDNN or of posjax, in half precision), or else "
         "blocks of XLA's own operations, all in linear memory. *Measured*: perplexity per "
         f"byte of small decoders at {measured.LENGTHS[0]} bytes, as in training, and at {measured.LENGTHS[-1]:,} "
         "([What was measured](../results.md#the-zoo)); the page of a method says whether it was trained or put "

@@ -228,11 +228,15 @@ def vary(x: Array, axes: frozenset[str]) -> Array:
 def match_varying(tree: Any) -> Any:
     """The tree with every array varying, inside ``shard_map``, over all mesh axes that any of them varies over.
 
-    Numbers stay unchanged. The transpose of this step sums, over the devices, the gradient of a parameter that is the
-    same on all of them, such as a slope.
+    Numbers and NumPy arrays, which are known when tracing, stay unchanged. The transpose of this step sums, over the
+    devices, the gradient of a parameter that is the same on all of them, such as a slope.
     """
     axes = frozenset().union(*map(varying, jax.tree.leaves(tree)))
-    return jax.tree.map(lambda leaf: leaf if is_number(leaf) else vary(leaf, axes), tree)
+
+    def matched(leaf):
+        return leaf if is_number(leaf) or isinstance(leaf, np.ndarray) else vary(leaf, axes)
+
+    return jax.tree.map(matched, tree)
 
 
 def full_varying_like(shape: tuple[int, ...], dtype, like: Array, fill: float = 0.0) -> Array:

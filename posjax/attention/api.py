@@ -15,6 +15,7 @@ from posjax.attention.platform import attend
 from posjax.attention.rows import Rows, merged
 from posjax.attention.sharded.mesh import Partition, over_mesh, split_of
 from posjax.attention.sharded.strategies import spread
+from posjax.bias import BiasSpec
 from posjax.masks import Mask, as_mask
 from posjax.positions import Positions
 from posjax.remap import Branch, branches
@@ -102,11 +103,12 @@ def attention(
         implementation: ``"dense"`` (quadratic memory) and ``"blockwise"`` (linear) support every call on every
             platform. Some calls are supported by ``"tpu"`` and ``"gpu"``, kernels with linear memory, the second one
             for NVIDIA's H100 and its like with jax 0.11 or newer, and by ``"cudnn"`` on NVIDIA GPUs, for example
-            without bias. None: ``"dense"`` for few logits (at most 2^21 over batch and heads, and 512 x 512 of a
-            head), otherwise the kernel of the platform the program is lowered for, or ``"blockwise"`` if there is none
-            or it does not support the call; on a GPU a warning says so. For calls that are not small the logger
-            ``"posjax"`` reports the choice and the reason, at debug level. The choice is made when the program is
-            lowered, also for several platforms at once (``jax.export``). A symbolic batch counts as large.
+            without bias or with ALiBi whose slopes are fixed. None: ``"dense"`` for few logits (at most 2^21 over batch
+            and heads, and 512 x 512 of a head), otherwise the kernel of the platform the program is lowered for, or
+            ``"blockwise"`` if there is none or it does not support the call; on a GPU a warning says so. For calls that
+            are not small the logger ``"posjax"`` reports the choice and the reason, at debug level. The choice is made
+            when the program is lowered, also for several platforms at once (``jax.export``). A symbolic batch counts as
+            large.
         placement: how the call is split over a mesh. Outside ``shard_map``: how the queries are split over the Auto
             axes of a mesh, as a ``NamedSharding``, or a ``PartitionSpec`` for the mesh in use or the mesh of the
             arrays, with the axes of the batch first and those of the heads third. Attention then runs on every device
@@ -154,7 +156,8 @@ def _over_mesh(mesh, placement: Placement, q, k, v, *, bias, mask, scale, remap,
     remap = branches(remap)
     check_masks(q, k, mask, *(branch.mask for branch in remap))
     arguments = options | {
-        "bias": bind_bias(bias, q.shape[2]),
+        # A spec is bound on every device, because arrays that are passed to one are no longer known when tracing.
+        "bias": bias if isinstance(bias, BiasSpec) else bind_bias(bias, q.shape[2]),
         "mask": mask,
         "scale": _with_three_axes(scale),
         "sinks": sinks_of(Placement(), sinks, q.shape[2]),

@@ -41,12 +41,29 @@ from posjax.attention.rows import PerQuery, Rows
 from posjax.attention.tiles import Blocks, Kind, Visits, lengthened_rows, pad, plan_tiles, visits
 from posjax.positions import Range, as_array
 
-TILE_ELEMENTS = 2**21
-"""Largest number of logits of a tile, over batch and heads."""
-_LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
+
+@dataclasses.dataclass(frozen=True)
+class TileLimits:
+    """How large tiles may be.
+
+    Args:
+        logits: the most logits of a tile, over batch and heads, as long as it has more than ``_SMALLEST_BLOCK`` tokens.
+        block: the most queries of a tile, and the most keys unless it has fewer queries.
+    """
+
+    logits: int
+    block: int
 
 
-def blockwise(x: Call, blocks: Blocks | None = None) -> Rows:
+IN_CACHE = TileLimits(2**21, 512)
+"""Tiles that stay in the cache of a CPU."""
+FEW_LAUNCHES = TileLimits(2**24, 1024)
+"""Tiles for GPUs, where a loop starts several small kernels for each tile, which takes longer than to compute a tile of
+``IN_CACHE``. Their size is chosen by reasoning, not measured."""
+_SMALLEST_BLOCK = 64
+
+
+def blockwise(x: Call, blocks: Blocks | None = None, limits: TileLimits = IN_CACHE) -> Rows:
     """The same function as ``dense`` in memory linear in the length.
 
     Batch rows that are computed together visit the same tiles: every tile that any of these rows needs. Therefore, if
@@ -55,21 +72,26 @@ def blockwise(x: Call, blocks: Blocks | None = None) -> Rows:
     Args:
         x: the call.
         blocks: tile sizes; chosen from the shapes when left out.
+        limits: those of tiles that are chosen.
     """
     rows = x.q.shape[0]
-    size = _rows_of_a_plan(x)
+    size = _rows_of_a_plan(x, limits)
     if size == rows:
-        return _one_plan(x, blocks)
-    results = jax.lax.map(lambda start: _one_plan(narrowed(x, batch=(start, size)), blocks), jnp.arange(0, rows, size))
+        return _one_plan(x, blocks, limits)
+    results = jax.lax.map(
+        lambda start: _one_plan(narrowed(x, batch=(start, size)), blocks, limits), jnp.arange(0, rows, size)
+    )
     return Rows(*(array.reshape(rows, *array.shape[2:]) for array in results))
 
 
-def blockwise_gradients(x: Call, per_query: PerQuery, blocks: Blocks | None = None) -> Call:
+def blockwise_gradients(
+    x: Call, per_query: PerQuery, blocks: Blocks | None = None, limits: TileLimits = IN_CACHE
+) -> Call:
     """``dense_gradients`` in memory linear in the length."""
     rows = x.q.shape[0]
-    size = _rows_of_a_plan(x)
+    size = _rows_of_a_plan(x, limits)
     if size == rows:
-        return _gradients_of_one_plan(x, per_query, blocks)
+        return _gradients_of_one_plan(x, per_query, blocks, limits)
     zeros, rebuild = _inexact_leaves(jax.tree.map(no_gradient, x))
     named = zip(jax.tree.leaves(x), names_of(x), strict=True)
     names = [axis_names for leaf, axis_names in named if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -78,7 +100,8 @@ def blockwise_gradients(x: Call, per_query: PerQuery, blocks: Blocks | None = No
 
     def add_rows(so_far, start):
         part_per_query = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), per_query)
-        more = _inexact_leaves(_gradients_of_one_plan(narrowed(x, batch=(start, size)), part_per_query, blocks))[0]
+        part = narrowed(x, batch=(start, size))
+        more = _inexact_leaves(_gradients_of_one_plan(part, part_per_query, blocks, limits))[0]
         return [_put(a, b, start, axis) for a, b, axis in zip(so_far, more, axes, strict=True)], None
 
     return rebuild(jax.lax.scan(add_rows, zeros, jnp.arange(0, rows, size))[0])
@@ -95,54 +118,55 @@ def _differ(x: Call) -> bool:
     return masks_differ or any(not isinstance(p, Range) and p.ndim == 2 for p in (x.q_positions, x.kv_positions))
 
 
-def _rows_of_a_plan(x: Call) -> int:
+def _rows_of_a_plan(x: Call, limits: TileLimits) -> int:
     """How many batch rows share a plan of tiles: all of them if they do not differ."""
     rows = x.q.shape[0]
-    return _rows_at_once(x) if isinstance(rows, int) and rows and _differ(x) else rows
+    return _rows_at_once(x, limits) if isinstance(rows, int) and rows and _differ(x) else rows
 
 
-def _rows_at_once(x: Call) -> int:
-    """How many batch rows share tiles: the largest divisor of their number that keeps tiles small.
+def _rows_at_once(x: Call, limits: TileLimits) -> int:
+    """How many batch rows share tiles: the largest divisor of their number that keeps tiles within the limits.
 
-    A tile has at most ``TILE_ELEMENTS`` logits. Its side is a quarter of the keys, but between 64 and 512 tokens.
+    The side of a tile is a quarter of the keys, but at least ``_SMALLEST_BLOCK`` tokens and at most those of the
+    limits.
     """
     rows, kv_heads, group, queries, _ = x.q.shape
-    block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, x.k.shape[2] // 4))
-    most = TILE_ELEMENTS // (kv_heads * group * min(block, queries) * block)
+    block = min(limits.block, max(_SMALLEST_BLOCK, x.k.shape[2] // 4))
+    most = limits.logits // (kv_heads * group * min(block, queries) * block)
     return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most))
 
 
-def _one_plan(x: Call, blocks: Blocks | None) -> Rows:
+def _one_plan(x: Call, blocks: Blocks | None, limits: TileLimits) -> Rows:
     queries = x.q.shape[3]
-    blocks = blocks or _choose_blocks(x)
+    blocks = blocks or _choose_blocks(x, limits)
     return Rows(*(array[:, :, :, :queries] for array in _forward(blocks, pad(x, blocks.q, blocks.k))))
 
 
-def _gradients_of_one_plan(x: Call, per_query: PerQuery, blocks: Blocks | None) -> Call:
-    blocks = blocks or _choose_blocks(x)
+def _gradients_of_one_plan(x: Call, per_query: PerQuery, blocks: Blocks | None, limits: TileLimits) -> Call:
+    blocks = blocks or _choose_blocks(x, limits)
     padded, transpose = jax.vjp(lambda x: pad(x, blocks.q, blocks.k), x)
     return transpose(_gradients(blocks, padded, lengthened_rows(per_query, padded.q.shape[3])))[0]
 
 
-def _choose_blocks(x: Call) -> Blocks:
-    """Square tiles of at most ``TILE_ELEMENTS`` logits over batch and heads, so that a tile stays in cache.
+def _choose_blocks(x: Call, limits: TileLimits) -> Blocks:
+    """Square tiles within the limits.
 
     With fewer queries than a block, a tile has more keys, as long as neither its logits nor the numbers in its keys
-    exceed ``TILE_ELEMENTS``. A symbolic batch counts as one row.
+    exceed ``limits.logits``. A symbolic batch counts as one row.
     """
     batch, kv_heads, group, queries, features = x.q.shape
     kv_heads *= batch if isinstance(batch, int) else 1
     heads = kv_heads * group
     keys = x.k.shape[2]
-    block = _LARGEST_BLOCK
-    while block > _SMALLEST_BLOCK and heads * block * block > TILE_ELEMENTS:
+    block = limits.block
+    while block > _SMALLEST_BLOCK and heads * block * block > limits.logits:
         block //= 2
     if x.run is not None:
         block = math.gcd(block, x.run)
         return Blocks(min(block, queries), min(block, keys))
     wide = block
     largest = max(heads * queries, kv_heads * features)
-    while queries < block and wide < keys and 2 * largest * wide <= TILE_ELEMENTS:
+    while queries < block and wide < keys and 2 * largest * wide <= limits.logits:
         wide *= 2
     return Blocks(min(block, queries), min(wide, keys))
 

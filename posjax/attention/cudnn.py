@@ -1,9 +1,17 @@
-"""cuDNN's flash attention on NVIDIA GPUs, through ``jax.nn``, for calls where it computes the same function."""
+"""cuDNN's flash attention on NVIDIA GPUs, through ``jax.nn``, for calls where it computes the same function.
+
+cuDNN adds a bias only as an array of quadratic size, so ALiBi with fixed slopes is computed as features of queries and
+keys (``posjax.attention.bias_features``).
+"""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
+from posjax.attention import bias_features
 from posjax.attention.call import Call
+from posjax.attention.tiles import lengthen
 from posjax.masks import And, Causal, Mask, Window, traced_sizes
 from posjax.positions import Range
 
@@ -13,7 +21,12 @@ _OLDEST = 8.0
 
 
 def cudnn(x: Call) -> jax.Array:
-    """``softmax(q k^T where allowed) v``, without the log-sum-exp, because cuDNN gives no gradient for it."""
+    """``softmax(q k^T + bias where allowed) v``, without the log-sum-exp, because cuDNN gives no gradient for it."""
+    value_size = x.v.shape[-1]
+    if x.bias is not None:
+        x = bias_features.with_alibi(x)
+        # jax.nn demands values of the size of the keys.
+        x = dataclasses.replace(x, v=lengthen(x.v, bias_features.FEATURES, axis=-1))
     batch, kv_heads, group, queries, size = x.q.shape
     window = _window(x.mask)
     out = jax.nn.dot_product_attention(
@@ -26,17 +39,19 @@ def cudnn(x: Call) -> jax.Array:
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
-    return jnp.moveaxis(out, 1, 2).reshape(x.q.shape)
+    return jnp.moveaxis(out, 1, 2).reshape(x.q.shape)[..., :value_size]
 
 
 def refusal(x: Call, with_lse: bool) -> str | None:
     """Why cuDNN does not compute this function, or None; ``with_lse`` if the log-sum-exp of the rows is wanted."""
     dtypes = sorted({str(a.dtype) for a in (x.q, x.k, x.v)})
     sizes = sorted({x.k.shape[-1], x.v.shape[-1]})
+    largest = _LARGEST_HEAD if x.bias is None else _LARGEST_HEAD - bias_features.FEATURES
+    of_bias = None if x.bias is None else bias_features.refusal(x)
     traced = traced_sizes(x.mask)
     reasons = (
         (with_lse, "the log-sum-exp of cuDNN, for return_residuals and sinks, has no gradient"),
-        (x.bias is not None, f"cuDNN does not know {type(x.bias).__name__}"),
+        (of_bias is not None, f"cuDNN has no bias, and {of_bias}"),
         (x.softcap is not None, "cuDNN has no soft cap"),
         (bool(x.remap), "cuDNN has no remapped branches"),
         (x.decay is not None, "cuDNN does not know the decay of xPos"),
@@ -45,14 +60,14 @@ def refusal(x: Call, with_lse: bool) -> str | None:
             f"for cuDNN q, k and v must be all bfloat16 or all float16, found {dtypes}",
         ),
         (
-            len(sizes) > 1 or sizes[0] > _LARGEST_HEAD or sizes[0] % 8 > 0,
-            f"for cuDNN heads must have one size, a multiple of 8 up to {_LARGEST_HEAD}, found {sizes}",
+            len(sizes) > 1 or sizes[0] > largest or sizes[0] % 8 > 0,
+            f"for cuDNN heads must have one size, a multiple of 8 up to {largest}, found {sizes}",
         ),
         (bool(traced), f"for cuDNN {', '.join(traced)} must be a Python int"),
         (not _is_supported(x.mask), "cuDNN supports no masks except Causal() and Causal() & Window(n)"),
         (
-            x.mask is not None and not _aligned(x),
-            "for cuDNN a mask needs equal ranges of positions, known when tracing",
+            (x.mask is not None or x.bias is not None) and not _aligned(x),
+            "for cuDNN a mask or a bias needs equal ranges of positions, known when tracing",
         ),
     )
     return next((reason for holds, reason in reasons if holds), None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 
@@ -28,7 +28,7 @@ from posjax._lowered import (
 )
 from posjax.attention import cudnn
 from posjax.attention.backend import Backend, JaxBackend
-from posjax.attention.blockwise import TILE_ELEMENTS, blockwise, blockwise_gradients
+from posjax.attention.blockwise import FEW_LAUNCHES, IN_CACHE, blockwise, blockwise_gradients
 from posjax.attention.call import Call
 from posjax.attention.contextual import blockwise_contextual, dense_contextual
 from posjax.attention.custom import has_custom
@@ -41,6 +41,8 @@ from posjax.bias import ContextualBias
 
 BACKENDS = {"dense": JaxBackend(dense, dense_gradients), "blockwise": JaxBackend(blockwise, blockwise_gradients)}
 """Backends that support every call and run on every platform."""
+GPU_LOOPS = JaxBackend(partial(blockwise, limits=FEW_LAUNCHES), partial(blockwise_gradients, limits=FEW_LAUNCHES))
+"""``blockwise`` with tiles for NVIDIA GPUs, where it stands for ``BACKENDS["blockwise"]``."""
 KERNELS = {"tpu": ("tpu", TPU()), "gpu": ("cuda", GPU())}
 """Packages of kernels by name: the platform that they run on, and the backend."""
 IMPLEMENTATIONS = (*BACKENDS, *KERNELS, "cudnn")
@@ -78,7 +80,7 @@ def attend(implementation: str | None, call: Call, with_lse: bool) -> Rows:
     # Its program is short, so it need not wait for the platform; and it has derivatives of any order.
     if implementation == "dense":
         return BACKENDS["dense"].forward(call)
-    return computed(Backends(BACKENDS["blockwise"]), call)
+    return computed(_loops(), call)
 
 
 def backends_of_parts(implementation: str | None, call: Call) -> Backends:
@@ -87,7 +89,7 @@ def backends_of_parts(implementation: str | None, call: Call) -> Backends:
     Raises ValueError for a backend that does not support such calls, which need the log-sum-exp.
     """
     if implementation is None and not _is_small(call):
-        return Backends(BACKENDS["blockwise"], _supporting(call))
+        return _loops(*_supporting(call))
     implementation = implementation or "dense"
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation in KERNELS:
@@ -95,7 +97,7 @@ def backends_of_parts(implementation: str | None, call: Call) -> Backends:
     if implementation == "cudnn":
         why = cudnn.refusal(call, True)
         check(why is None, f"implementation='cudnn': {why}")
-    return Backends(BACKENDS[implementation])
+    return _loops() if implementation == "blockwise" else Backends(BACKENDS["dense"])
 
 
 def needs_ranges(call: Call) -> bool:
@@ -111,15 +113,19 @@ def _is_small(call: Call) -> bool:
     batch, kv_heads, group, queries, _ = call.q.shape
     pairs = queries * call.k.shape[2]
     known = isinstance(batch, int)
-    return known and pairs <= _LONGEST_DENSE and batch * kv_heads * group * pairs <= TILE_ELEMENTS
+    return known and pairs <= _LONGEST_DENSE and batch * kv_heads * group * pairs <= IN_CACHE.logits
 
 
 def _on_any_platform(call: Call, with_lse: bool) -> Rows:
-    """The kernel of the platform that the program is lowered for, if it supports the call, otherwise ``blockwise``."""
-    backends = Backends(BACKENDS["blockwise"], _supporting(call))
-    cudnn_refusal = _cudnn_refusal(call, with_lse)
+    """The kernel of the platform that the program is lowered for, if it supports the call, otherwise ``blockwise``.
+
+    On an NVIDIA GPU cuDNN comes first, but for calls with a bias, where it computes more features than our kernel.
+    """
+    supporting = dict(_supporting(call))
+    backends = _loops(*supporting.items())
+    cudnn_refusal = _cudnn_refusal(call, with_lse, kernel="cuda" in supporting)
     _log_choice("cuda", "cuDNN", cudnn_refusal)
-    if cudnn_refusal and "cuda" not in dict(backends.kernels) and _is_for_cuda():
+    if cudnn_refusal and "cuda" not in supporting and _is_for_cuda():
         why = f"the kernel: {_refusal('gpu', call)}; cuDNN: {cudnn_refusal}"
         warnings.warn(
             f"attention runs in loops of XLA on this GPU, many times slower than a kernel. {why}", stacklevel=2
@@ -178,10 +184,15 @@ def _refusal(name: str, call: Call) -> str | None:
     return KERNELS[name][1].refusal(call)
 
 
-def _cudnn_refusal(call: Call, with_lse: bool) -> str | None:
-    """Why cuDNN is not the default for a call, or None; a host without a suitable GPU is a reason too."""
+def _cudnn_refusal(call: Call, with_lse: bool, kernel: bool) -> str | None:
+    """Why cuDNN is not the default for a call, or None; a host without a suitable GPU is a reason too.
+
+    ``kernel``: whether a kernel of posjax supports the call on NVIDIA GPUs.
+    """
     if why := cudnn.refusal(call, with_lse):
         return why
+    if kernel and call.bias is not None:
+        return f"the kernel of posjax computes {type(call.bias).__name__} without more features"
     # The GPU is checked first, so that cuDNN is not traced on a host without one.
     return cudnn.unsupported(call) if cudnn.has_gpu() else "this host has no GPU that it runs on"
 
@@ -206,6 +217,11 @@ def _only(name: str, call: Call) -> Backends:
     return everywhere(KERNELS[name][1])
 
 
+def _loops(*kernels: tuple[str, Backend]) -> Backends:
+    """Loops of XLA, with the tiles of each platform, where none of these kernels runs."""
+    return Backends(BACKENDS["blockwise"], (("cuda", GPU_LOOPS), *kernels))
+
+
 def everywhere(kernels: Backend) -> Backends:
     """Kernels for every platform: those that are not theirs must interpret them."""
     return Backends(BACKENDS["blockwise"], tuple((platform, kernels) for platform in PLATFORMS))
@@ -216,8 +232,8 @@ class Backends:
     """The backends of a call.
 
     Args:
-        usual: for platforms without a kernel; its forward pass supports ``jax.jvp``.
-        kernels: platforms and their kernels.
+        usual: for platforms without one of their own; its forward pass supports ``jax.jvp``.
+        kernels: platforms and their own backends; of two for a platform the last one.
     """
 
     usual: Backend

@@ -170,23 +170,28 @@ class ALiBi(BiasSpec):
         Raises:
             ValueError: if the number of heads is not positive, or ``ladder`` does not divide it.
         """
+        return jnp.asarray(self._fixed_slopes(num_heads))
+
+    def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> LinearBias:
+        """The bias with its slopes. Fixed ones are a NumPy array, which is known when a program is traced.
+
+        Raises:
+            ValueError: if the slopes are learned and ``params`` does not hold them.
+        """
+        learned = params_of(params, self, **dict.fromkeys(self._learned, (num_heads,)))
+        slopes = learned or (self._fixed_slopes(num_heads),)
+        slopes, ahead = ([m / float(self.factor) for m in slopes] + [None])[:2]
+        return LinearBias(slopes, self.symmetric, ahead, 0.5 if self.direction == "offset" else 0.0)
+
+    def _fixed_slopes(self, num_heads: int) -> np.ndarray:
+        """``slopes`` in NumPy."""
         check_count("num_heads", num_heads)
         rungs = self.ladder or num_heads
         check(num_heads % rungs == 0, f"ladder must divide the number of heads ({num_heads}), found {rungs}")
         slopes = _press_slopes(rungs)
         if self.steepest is not None:
             slopes = slopes * (self.steepest / slopes.max())
-        return jnp.asarray(np.tile(slopes, num_heads // rungs), jnp.float32)
-
-    def bind(self, params: dict[str, Array] | None = None, *, num_heads: int) -> LinearBias:
-        """The bias with its slopes.
-
-        Raises:
-            ValueError: if the slopes are learned and ``params`` does not hold them.
-        """
-        slopes = params_of(params, self, **dict.fromkeys(self._learned, (num_heads,))) or (self.slopes(num_heads),)
-        slopes, ahead = ([m / self.factor for m in slopes] + [None])[:2]
-        return LinearBias(slopes, self.symmetric, ahead, 0.5 if self.direction == "offset" else 0.0)
+        return np.tile(slopes, num_heads // rungs).astype(np.float32)
 
     @property
     def _learned(self) -> tuple[str, ...]:

@@ -229,7 +229,10 @@ def sized(size: int, value_size: int | None = None) -> tuple:
 
 def use_cudnn(monkeypatch) -> None:
     """A library of cuDNN is installed."""
-    library = SimpleNamespace(cudnn_get_version=lambda: 91002)
+    set_library(monkeypatch, SimpleNamespace(cudnn_get_version=lambda: 91002))
+
+
+def set_library(monkeypatch, library) -> None:
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", library)
 
 
@@ -255,6 +258,7 @@ SLOW_HERE = pytest.mark.filterwarnings("ignore:attention runs in loops")
 def test_without_a_suitable_gpu_a_program_for_one_is_blockwise(monkeypatch):
     """But cuDNN is there for who asks for it, if it is installed."""
     ask = partial(causal, implementation="cudnn")
+    set_library(monkeypatch, None)
     refused("implementation", lambda: traced(ask, *HALF()))
     use_cudnn(monkeypatch)
     assert kernels(ask, *HALF(), platform="cuda") == {CUDNN}
@@ -289,6 +293,57 @@ def test_a_gpu_on_the_host_changes_nothing_for_other_platforms():
     assert found == {"cuda": {CUDNN}, "tpu": {FORWARD}, "cpu": set()}
 
 
+def alibi(*values, **options):
+    return attention(*values, **{"bias": ALiBi(), "mask": Causal()} | options)
+
+
+def fused(text: str) -> list[str]:
+    """The types of the arguments of cuDNN's forward passes in a program."""
+    return re.findall(r"@__cudnn\$fmhaSoftmax\(.*: \((.*)\) ->", text)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("implementation", [None, "cudnn"])
+def test_fixed_alibi_is_cudnn_with_more_features(implementation):
+    text = lowered(gradient(partial(alibi, implementation=implementation)), *HALF(), platform="cuda")
+    assert named(text) == {CUDNN, CUDNN_BACKWARD}
+    assert set(re.findall(r"fmha_scale\\22: ([\d.]+)", text)) == {"1.0"}
+    (types,) = fused(text)
+    assert set(re.findall(r"x(\d+)xbf16", types)) == {str(SIZE + 8)}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_fixed_alibi_is_cudnn_where_rows_are_split_and_in_a_checkpointed_scan():
+    rows = P("data")
+    split = jax.shard_map(alibi, in_specs=rows, out_specs=rows, mesh=mesh())
+    placed = partial(alibi, placement=NamedSharding(mesh(), rows))
+    for function in (split, placed):
+        assert kernels(gradient(function), *HALF(), platform="cuda") == {CUDNN, CUDNN_BACKWARD}
+
+    def scanned(q, k, v):
+        return jax.lax.scan(jax.checkpoint(lambda q, _: (alibi(q, k, v), None)), q, None, length=3)[0]
+
+    assert kernels(gradient(scanned), *HALF(), platform="cuda") == {CUDNN, CUDNN_BACKWARD}
+
+
+@SLOW_HERE
+@pytest.mark.usefixtures("gpu")
+def test_learned_alibi_is_not_cudnn():
+    def run(slopes, *values):
+        return alibi(*values, bias=ALiBi(learned=True).bind({"slopes": slopes}, num_heads=HEADS))
+
+    assert kernels(run, jnp.ones(HEADS), *HALF(), platform="cuda") == set()
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need a newer jax")
+@pytest.mark.usefixtures("gpu")
+def test_where_our_own_kernel_runs_it_computes_alibi_and_cudnn_what_has_no_bias(monkeypatch):
+    use_gpu(monkeypatch, "9.0")
+    texts = [lowered(function, *HALF(), platform="cuda") for function in (alibi, causal)]
+    assert ["mosaic_gpu" in text for text in texts] == [True, False]
+    assert [named(text) & {CUDNN} for text in texts] == [set(), {CUDNN}]
+
+
 NOT_FOR_CUDNN = {
     "residuals": ({"return_residuals": True}, HALF),
     "sinks": ({"sinks": np.zeros(HEADS, np.float32)}, HALF),
@@ -321,7 +376,7 @@ def test_what_cudnn_does_not_take(name):
 @pytest.mark.usefixtures("gpu")
 def test_the_choice_and_its_reason_are_logged(caplog):
     with caplog.at_level(logging.DEBUG, logger="posjax"):
-        traced(partial(causal, bias=ALiBi()), *HALF())
+        traced(partial(causal, bias=ALiBi(symmetric=True)), *HALF())
     tpu, cuda, cudnn = (record.message for record in caplog.records if record.name == "posjax")
     assert "tpu" in tpu
     assert "cuda" in cuda

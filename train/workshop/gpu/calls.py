@@ -15,6 +15,7 @@ from posjax.remap import Branch
 from train.workshop.gpu.jobs import DOCUMENT, LAYERS, WINDOW, Shape
 
 _BIASES = {"alibi": ALiBi(), "slopes": ALiBi(learned=True), "t5": T5(), "kerple": Kerple()}
+"""The biases whose parameters alone are arguments."""
 _GRADIENTS = ("q", "k", "v", "params", "gates")
 
 
@@ -27,6 +28,8 @@ def arguments(shape: Shape) -> tuple:
         for key, count in zip(keys, heads, strict=True)
     ]
     params = _BIASES[shape.form].init(keys[0], shape.heads) if shape.form in _BIASES else {}
+    if shape.form == "array":
+        params = jax.random.normal(keys[0], (shape.heads, shape.length, shape.length), jnp.bfloat16)
     gates = -jnp.cumsum(jnp.full((1, shape.heads, shape.length), 0.01), -1)
     return *qkv, params, gates
 
@@ -42,6 +45,8 @@ def forward(shape: Shape, implementation: str = "gpu") -> Callable:
             mask &= Segments(jnp.arange(shape.length)[None] // DOCUMENT)
         elif shape.form == "fox":
             bias = FoX().bind(num_heads=shape.heads, q_gates=gates, kv_gates=gates)
+        elif shape.form == "array":
+            bias = params
         elif shape.form == "rerope":
             remap = [Branch(q[..., ::-1], k[..., ::-1], Beyond(WINDOW))]
         elif shape.form in _BIASES:

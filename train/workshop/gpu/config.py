@@ -95,7 +95,8 @@ class GpuConfig:
             return
         for size in self.sizes:
             for form in LIBRARIES[library]:
-                too_long = library == "tokamax" and form == "alibi" and length > LONGEST_BIAS
+                is_array = form == "array" or (library, form) == ("tokamax", "alibi")
+                too_long = is_array and length > LONGEST_BIAS
                 if form in self.forms and not too_long:
                     yield from _both_directions(library, self.shape(form, length, size))
 

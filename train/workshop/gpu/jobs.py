@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORMS = ("causal", "alibi", "slopes", "t5", "kerple", "fox", "window", "packed", "capped", "rerope")
+FORMS = ("causal", "alibi", "slopes", "t5", "kerple", "fox", "window", "packed", "capped", "rerope", "array")
 """Forms of causal attention: ``calls.attend`` says what they are."""
 DOCUMENT = 1500
 """Tokens of a document in packed rows."""
@@ -24,7 +24,7 @@ LIBRARIES = {
 }
 """The libraries whose times are taken side by side, and the forms of each."""
 LONGEST_BIAS = 16384
-"""The most tokens for which a bias is given as an array: at 65,536 that of 16 heads has 137 GB."""
+"""The most tokens for which a bias is an array: at 65,536 that of 16 heads has 137 GB."""
 
 
 @dataclass(frozen=True)
