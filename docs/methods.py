@@ -328,7 +328,10 @@ def _computed(scheme: pj.Scheme, size: int, kernels: tuple[str, ...]) -> str:
 
 
 def _computes(implementation: str, scheme: pj.Scheme, size: int) -> bool:
-    """Whether an implementation takes a causal call of a scheme, found by tracing it; what it lacks here is no reason."""
+    """Whether an implementation takes a causal call of a scheme, found by tracing it.
+
+    It counts too where only the machine is missing.
+    """
     q, k, v = (
         jax.ShapeDtypeStruct((1, 256, 4, n), "bfloat16") for n in (scheme.query_size(size), scheme.key_size(size), size)
     )

@@ -9,6 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from posjax.attention import attention
+from posjax.attention.api import result_of
+from posjax.attention.call import call_of
+from posjax.attention.gpu.backend import GPU
+from posjax.attention.gpu.inputs import Options, TileSizes
+from posjax.attention.placement import Placement
+from posjax.attention.platform import computed, everywhere
 from posjax.bias import T5, ALiBi, FoX, Kerple
 from posjax.masks import Beyond, Causal, Segments, Window
 from posjax.remap import Branch
@@ -53,6 +59,30 @@ def forward(shape: Shape, implementation: str = "gpu") -> Callable:
             bias = _BIASES[shape.form].bind(params, num_heads=shape.heads)
         softcap = 30.0 if shape.form == "capped" else None
         return attention(q, k, v, bias=bias, mask=mask, softcap=softcap, remap=remap, implementation=implementation)
+
+    return run
+
+
+def with_tiles(shape: Shape, sizes: TileSizes) -> Callable:
+    """`forward` by the kernels for GPUs with other tiles; the form is a bias under a causal mask."""
+    backends = everywhere(GPU(Options(sizes=sizes)))
+
+    def run(q, k, v, params, gates):
+        call = call_of(
+            q,
+            k,
+            v,
+            placement=Placement(),
+            bias=_BIASES[shape.form].bind(params, num_heads=shape.heads),
+            mask=Causal(),
+            scale=None,
+            softcap=None,
+            remap=(),
+            decay=None,
+            q_positions=None,
+            kv_positions=None,
+        )
+        return result_of(computed(backends, call), None, False)
 
     return run
 

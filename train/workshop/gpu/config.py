@@ -15,7 +15,10 @@ from train.workshop.gpu.jobs import (
     FORWARD,
     LIBRARIES,
     LONGEST_BIAS,
+    OTHER_TILES,
     OURS,
+    SWEPT,
+    TILES,
     Job,
     Options,
     Shape,
@@ -27,7 +30,7 @@ _LISTS = ("lengths", "sizes", "decode_kv_heads")
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """The measurements, in their order: errors, times, XLA's loops, decoding.
+    """The measurements, in their order: errors, times, XLA's loops, decoding, other tiles.
 
     Args:
         implementation: what is measured as ``posjax``; ``blockwise`` or ``dense`` need no GPU.
@@ -80,6 +83,8 @@ class GpuConfig:
             for size in self.sizes:
                 yield from _both_directions("blockwise", self.shape("alibi", self.loop_length, size))
         yield from self._decoding()
+        if self.implementation == "gpu":
+            yield from self._other_tiles()
 
     def shape(self, form: str, length: int, size: int) -> Shape:
         """The shape of a call that is timed."""
@@ -106,6 +111,13 @@ class GpuConfig:
             for size in self.sizes:
                 for library in libraries:
                     yield Job(DECODE, library, Shape("decode", self.decode_length, size, self.heads, kv_heads))
+
+    def _other_tiles(self) -> Iterator[Job]:
+        for size in self.sizes:
+            for form in SWEPT:
+                if form in self.forms:
+                    shape = self.shape(form, self.lengths[0], size)
+                    yield from (Job(TILES, name, shape) for name in OTHER_TILES)
 
 
 def _both_directions(library: str, shape: Shape) -> Iterator[Job]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 
+from posjax.attention.gpu.inputs import TileSizes
 from train.workshop.gpu import calls
-from train.workshop.gpu.jobs import DECODE, ERRORS, FORWARD, LAYERS, OURS, Job, Options
+from train.workshop.gpu.jobs import DECODE, ERRORS, FORWARD, LAYERS, OTHER_TILES, OURS, TILES, Job, Options
 from train.workshop.gpu.timing import milliseconds
 
 
@@ -69,6 +71,9 @@ class Measurements:
             return [calls.gradients(shape, implementation), calls.exact_gradients(shape)]
         if job.what == DECODE:
             return [calls.decode(shape, implementation)]
+        if job.what == TILES:
+            sizes = dataclasses.replace(TileSizes.of(shape.size), **OTHER_TILES[job.library])
+            return [calls.with_gradients(calls.with_tiles(shape, sizes))]
         function = calls.forward if job.what == FORWARD else calls.gradients
         return [function(shape, implementation)]
 

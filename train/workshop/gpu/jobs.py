@@ -13,7 +13,7 @@ WINDOW = 1024
 LAYERS = 4
 """Caches that a decoded token reads one after the other, as in the layers of a decoder."""
 
-ERRORS, FORWARD, BACKWARD, DECODE = "errors", "forward", "forward + backward", "decode"
+ERRORS, FORWARD, BACKWARD, DECODE, TILES = "errors", "forward", "forward + backward", "decode", "tiles"
 OURS = "posjax"
 LIBRARIES = {
     "cudnn": ("causal", "window"),
@@ -25,6 +25,19 @@ LIBRARIES = {
 """The libraries whose times are taken side by side, and the forms of each."""
 LONGEST_BIAS = 16384
 """The most tokens for which a bias is an array: at 65,536 that of 16 heads has 137 GB."""
+
+
+OTHER_TILES = {
+    "usual": {},
+    "forward 64": {"forward": 64},
+    "queries 32": {"queries": 32},
+    "queries 128": {"queries": 128},
+    "keys 32": {"keys": 32},
+    "apart": {"together": False},
+}
+"""Fields of ``posjax.attention.gpu.inputs.TileSizes`` that differ from the usual ones, by a name."""
+SWEPT = ("alibi", "t5")
+"""The forms of which other tiles are measured."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +56,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement: errors, the time of a direction, or of decoding.
+    """One measurement: errors, the time of a direction, of decoding, or with other tiles.
 
-    `library` is one of ``LIBRARIES``, or ``blockwise`` or ``dense``, implementations of posjax.
+    `library` is one of ``LIBRARIES``; or ``blockwise`` or ``dense``, implementations of posjax; or one of
+    ``OTHER_TILES``.
     """
 
     what: str

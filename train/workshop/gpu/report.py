@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from train.workshop.gpu.config import GpuConfig
-from train.workshop.gpu.jobs import BACKWARD, DECODE, ERRORS, FORWARD, LIBRARIES, OURS, Job
+from train.workshop.gpu.jobs import BACKWARD, DECODE, ERRORS, FORWARD, LIBRARIES, OURS, TILES, Job
 from train.workshop.gpu.results import Results
 
 _BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3352.0, "NVIDIA H200": 4800.0}
@@ -24,6 +24,7 @@ def tables(config: GpuConfig, results: Results) -> Iterator[Table | Text]:
             yield from _times(config, results, length, size)
     yield from _errors(config, results)
     yield from _decoding(config, results)
+    yield from _other_tiles(config, results)
     for job in config.jobs:
         problem = results.found.get(job, {}).get("problem")
         if problem:
@@ -90,6 +91,21 @@ def _decoding(config: GpuConfig, results: Results) -> Iterator[Table]:
     for shape in dict.fromkeys(job.shape for job in found):
         cells = [_decoded(found.get(Job(DECODE, name, shape), {}), bandwidth) for name in libraries]
         grid.add_row(str(shape.heads), str(shape.kv_heads), str(shape.size), *cells)
+    yield grid
+
+
+def _other_tiles(config: GpuConfig, results: Results) -> Iterator[Table]:
+    """Milliseconds forward and backward, by form and size of heads, for other sizes of tiles."""
+    found = {job: results.found[job] for job in config.jobs if job.what == TILES and job in results.found}
+    if not found:
+        return
+    shapes = list(dict.fromkeys(job.shape for job in found))
+    columns = (f"{shape.form}, {shape.size}" for shape in shapes)
+    title = f"posjax with other tiles, {shapes[0].length:,} tokens: ms, forward + backward"
+    grid = Table("tiles", *columns, title=title)
+    for name in dict.fromkeys(job.library for job in found):
+        times = (found.get(Job(TILES, name, shape), {}).get("ms") for shape in shapes)
+        grid.add_row(name, *(_NONE if ms is None else f"{ms:.3g}" for ms in times))
     yield grid
 
 
