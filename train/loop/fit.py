@@ -226,7 +226,7 @@ def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program
         check_continues(before, config)
     field = jax.ShapeDtypeStruct((train.rows, train.length), np.int32)
     with jax.set_mesh(mesh):
-        program.update.eval_shape(program.abstract, Batch(*(field for _ in Batch._fields)))
+        program.update.eval_shape(program.given, program.abstract, Batch(*(field for _ in Batch._fields)))
     return config, mesh, program
 
 
@@ -293,7 +293,8 @@ class Run:
             # Dispatch is asynchronous: the loop waits for the devices only when it reads a number.
             batch = self.monitor.next(stream)
             self.monitor.before(step + 1, state)
-            state, metrics = stage.program.update(state, stage.on_devices(batch, train.rows, stage.part))
+            on_devices = stage.on_devices(batch, train.rows, stage.part)
+            state, metrics = stage.program.update(stage.program.given, state, on_devices)
             step += 1
             self.monitor.after(step, metrics.loss)
             is_preempted = reached_preemption(step, self.stop)
@@ -324,7 +325,7 @@ class Run:
         if saved is None and stage.config.init.path:
             return stage.program.begin(initial_parameters(stage.config, stage.mesh)), 0
         if saved is None:
-            return stage.program.initialize(), 0
+            return stage.program.initialize(stage.program.given.seed), 0
         if saved.stage == stage.number:
             stream.set_state(saved.stream)
             source = self.local if isinstance(saved, LocalCheckpoint) else self.checkpoints

@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from posjax.nn.huggingface.load import named_parameters
 from train.config import TrainConfig
@@ -18,20 +19,48 @@ from train.model.state import is_axis_names, is_matrix
 TRAINED, FROZEN = "moves", "stays"  # keys of the optimizer's state, so also in saved checkpoints
 
 
-def learning_rate(config: TrainConfig) -> optax.Schedule:
+class Rates(NamedTuple):
+    """The learning rates of a training, as arguments of its compiled update: trainings of other rates share it.
+
+    Args:
+        peak: the learning rate at the end of the warm-up, float32.
+        factors: the factor on the updates of each parameter, float32 ``[parameters]``.
+    """
+
+    peak: Float[Array, ""]
+    factors: Float[Array, "parameters"]
+
+    @staticmethod
+    def of(config: TrainConfig, axes: Any) -> "Rates":
+        """Those of a config; `axes` is the tree of the parameters' logical axis names.
+
+        The factor of a parameter is the product of those of ``train.learning_rate_factors`` whose patterns match it, as
+        in `param_labels`; 1 if none does.
+        """
+        names = _names(axes)
+        _check_patterns("train.learning_rate_factors", config.learning_rate_factors, names)
+        factors = [
+            math.prod(factor for pattern, factor in config.learning_rate_factors.items() if fnmatchcase(name, pattern))
+            for name in names
+        ]
+        return Rates(np.float32(config.learning_rate), np.asarray(factors, np.float32))
+
+
+def learning_rate(config: TrainConfig, peak: Float[Array, ""] | None = None) -> optax.Schedule:
     """The rate of update number n, counted from 0: linear up to the peak at ``n = warmup_steps - 1``, then by
-    ``schedule``. The rate of the first update is above 0.
+    ``schedule``. The rate of the first update is above 0. The peak is that of the config unless it is given.
 
     ``cosine`` is half a cosine and ``linear`` a line, both down to the final share of the peak at the last update;
     ``constant`` stays at the peak.
     """
-    rise = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-    schedule = optax.join_schedules([rise, _after_warmup(config)], [config.warmup_steps])
+    peak = config.learning_rate if peak is None else peak
+    rise = optax.linear_schedule(0.0, peak, config.warmup_steps)
+    schedule = optax.join_schedules([rise, _after_warmup(config, peak)], [config.warmup_steps])
     return lambda count: schedule(count + 1)
 
 
-def _after_warmup(config: TrainConfig) -> optax.Schedule:
-    peak, steps = config.learning_rate, config.steps - config.warmup_steps
+def _after_warmup(config: TrainConfig, peak: float | Float[Array, ""]) -> optax.Schedule:
+    steps = config.steps - config.warmup_steps
     if config.schedule == "cosine":
         return optax.cosine_decay_schedule(peak, steps, config.final_learning_rate)
     if config.schedule == "linear":
@@ -39,45 +68,35 @@ def _after_warmup(config: TrainConfig) -> optax.Schedule:
     return optax.constant_schedule(peak)
 
 
-def make_optimizer(config: TrainConfig, axes: Any) -> optax.GradientTransformation:
+def make_optimizer(config: TrainConfig, axes: Any, rates: Rates | None = None) -> optax.GradientTransformation:
     """Clipping by the global norm, then the optimizer of the config, on the parameters that ``train.trainable`` names.
 
     An update is ``-rate * (direction + weight_decay * parameter)``; the config's optimizer sets only the direction.
     `axes` is the tree of the parameters' logical axis names. Only the model's matrices decay (see `is_matrix`): norms,
     biases, scalars and what a position scheme learns do not. ``train.learning_rate_factors`` multiply whole updates,
-    decay included.
+    decay included. The rates are those of the config unless they are given.
     """
+    rates = Rates.of(config, axes) if rates is None else rates
     unclipped = optax.chain(
         _DIRECTIONS[config.optimizer](config, axes),
         optax.add_decayed_weights(config.weight_decay, _map_axes(is_matrix, axes)),
-        optax.scale_by_learning_rate(learning_rate(config)),
+        optax.scale_by_learning_rate(learning_rate(config, rates.peak)),
     )
     # A chain in a chain: with AdamW, the shape of the state in checkpoints that were saved before.
     chosen = optax.chain(optax.clip_by_global_norm(config.clip_norm), unclipped)
     if config.trainable:
         chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, param_labels(config, axes))
-    return scaled(chosen, factors(config, axes)) if config.learning_rate_factors else chosen
+    return _scaled(chosen, jax.tree.unflatten(_structure(axes), list(rates.factors)))
 
 
-def scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.GradientTransformation:
+def _scaled(optimizer: optax.GradientTransformation, factors: Any) -> optax.GradientTransformation:
     """Multiplies every update of an optimizer by the factor of its parameter; the state is unchanged."""
 
     def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
         updates, state = optimizer.update(gradients, state, parameters)
-        return jax.tree.map(lambda factor, change: factor * change, factors, updates), state
+        return jax.tree.map(lambda factor, change: factor.astype(change.dtype) * change, factors, updates), state
 
     return optax.GradientTransformation(optimizer.init, update)
-
-
-def factors(config: TrainConfig, axes: Any) -> Any:
-    """For every parameter the product of the factors whose patterns match it, as in `param_labels`; 1 if none does."""
-    names = _names(axes)
-    _check_patterns("train.learning_rate_factors", config.learning_rate_factors, names)
-    found = [
-        math.prod(factor for pattern, factor in config.learning_rate_factors.items() if fnmatchcase(name, pattern))
-        for name in names
-    ]
-    return jax.tree.unflatten(_structure(axes), found)
 
 
 def kept_moments(before: Any, begun: Any) -> Any:

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Float, Int32, Key, UInt32
 
 from posjax.layout import Layout
 from posjax.nn import logical_axes
@@ -18,7 +19,7 @@ from train.config import Config
 from train.data.packing import Batch
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.loop.loss import Losses, token_losses
-from train.loop.optimizer import FROZEN, learning_rate, make_optimizer, param_labels
+from train.loop.optimizer import FROZEN, Rates, learning_rate, make_optimizer, param_labels
 from train.model.build import build_model, placement, scheme_of
 from train.model.sharding import (
     LENGTH_AXES,
@@ -94,17 +95,25 @@ def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], paramete
 class Program:
     """The functions that a stage's config compiles to, over a mesh.
 
-    ``initialize()`` gives the first state, ``begin(parameters)`` the first state with these parameters.
-    ``update(state, batch)`` gives the next state and the metrics, and donates the buffers of the given state.
+    ``initialize(seed)`` gives the first state, ``begin(parameters)`` the first state with these parameters.
+    ``update(given, state, batch)`` gives the next state and the metrics, and donates the buffers of the given state.
     ``loss(parameters, batch)`` gives the ``Losses`` of a batch. ``abstract`` holds the shapes, dtypes and shardings of
-    a state.
+    a state, and ``given`` the seed and the rates of the config: trainings that differ in these alone compile once.
     """
 
+    given: "Given"
     initialize: Any
     begin: Any
     update: Any
     loss: Any
     abstract: TrainState
+
+
+class Given(NamedTuple):
+    """What an update is told about its training: arguments of the compiled program, the same on all devices."""
+
+    seed: UInt32[Array, ""]
+    rates: Rates
 
 
 @dataclass(frozen=True)
@@ -115,14 +124,18 @@ class Parts:
     mesh: Mesh
     graph: nnx.GraphDef
     axes: Any
-    optimizer: optax.GradientTransformation
     layout: Layout
+
+    def given(self, config: Config) -> Given:
+        """The seed and the rates of a config, which may differ from the one of these parts in them."""
+        return Given(np.uint32(config.seed), Rates.of(config.train, self.axes))
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:
     """The program of a stage, not yet compiled. Raises ValueError for an invalid model, scheme or mesh."""
     parts = parts_of(config, mesh)
-    shapes = jax.eval_shape(partial(initialize, parts, config.seed))
+    given = parts.given(config)
+    shapes = jax.eval_shape(partial(initialize, parts), given.seed)
     parameters = tree_shardings(mesh, parts.axes, shapes.parameters)
     replicated = named_sharding(mesh, ())
     shardings = TrainState(
@@ -132,9 +145,10 @@ def build_program(config: Config, mesh: Mesh) -> Program:
         Guard(replicated, replicated, replicated),
     )
     return Program(
-        jax.jit(partial(initialize, parts, config.seed), out_shardings=shardings),
+        given,
+        jax.jit(partial(initialize, parts), out_shardings=shardings),
         jax.jit(partial(_begin, parts), out_shardings=shardings),
-        jax.jit(partial(update, parts, config.seed), donate_argnums=0, out_shardings=(shardings, None)),
+        jax.jit(partial(update, parts), donate_argnums=1, out_shardings=(shardings, None)),
         jax.jit(partial(_batch_loss, parts)),
         jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
     )
@@ -145,10 +159,10 @@ def parts_of(config: Config, mesh: Mesh | AbstractMesh) -> Parts:
     model = nnx.eval_shape(lambda: build_model(config, mesh))
     graph, _ = nnx.split(model)
     axes = logical_axes(model)
-    return Parts(config, mesh, graph, axes, make_optimizer(config.train, axes), placement(config, mesh).layout)
+    return Parts(config, mesh, graph, axes, placement(config, mesh).layout)
 
 
-def initialize(parts: Parts, seed: int | Int32[Array, ""]) -> TrainState:
+def initialize(parts: Parts, seed: UInt32[Array, ""]) -> TrainState:
     """The first state of a training, whose parameters are drawn from the seed."""
     return _begin(parts, nnx.to_pure_dict(nnx.state(build_model(parts.config, seed=seed))))
 
@@ -156,21 +170,22 @@ def initialize(parts: Parts, seed: int | Int32[Array, ""]) -> TrainState:
 def _begin(parts: Parts, parameters: Any) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
     guard = Guard(jnp.zeros((), jnp.float32), zero, zero)
-    return TrainState(zero, parameters, parts.optimizer.init(parameters), guard)
+    optimizer = make_optimizer(parts.config.train, parts.axes)  # its first state does not depend on the rates
+    return TrainState(zero, parameters, optimizer.init(parameters), guard)
 
 
-def update(
-    parts: Parts, seed: int | Int32[Array, ""], state: TrainState, batch: Batch
-) -> tuple[TrainState, StepMetrics]:
+def update(parts: Parts, given: Given, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """The state after a batch, and its metrics; random draws depend only on the seed and the step."""
-    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    key = jax.random.fold_in(jax.random.key(given.seed), state.step)
     for_batch, for_features = jax.random.split(key)
     before = redraw(parts.config, for_features, state.step, state.parameters)
     losses, gradients = _gradients(parts, for_batch, before, batch)
     loss, norm = losses.nll / jnp.maximum(losses.count, 1), optax.tree.norm(gradients)
-    rate = jnp.asarray(learning_rate(parts.config.train)(state.step - state.guard.skipped), jnp.float32)
+    schedule = learning_rate(parts.config.train, given.rates.peak)
+    rate = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
 
-    updates, moments = parts.optimizer.update(gradients, state.optimizer, before)
+    optimizer = make_optimizer(parts.config.train, parts.axes, given.rates)
+    updates, moments = optimizer.update(gradients, state.optimizer, before)
     sound, guard = _guard(parts, state.guard, loss, norm)
     after = optax.tree.where(sound, (optax.apply_updates(before, updates), moments), (before, state.optimizer))
     following = TrainState(state.step + 1, *after, guard)

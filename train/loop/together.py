@@ -6,7 +6,7 @@ On a CPU the update runs them one after the other: nine small products are faste
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,7 @@ from train.config.settings.checks import check
 from train.data.packing import Batch, PackedRows
 from train.data.pipeline import batches, training_rows
 from train.loop.fit import FitResult, finite, write_result
-from train.loop.optimizer import factors, scaled
-from train.loop.step import Parts, StepMetrics, initialize, parts_of, update, without
+from train.loop.step import StepMetrics, initialize, parts_of, update, without
 from train.model.mesh import AXES, mesh_from_sizes
 from train.model.state import TrainState
 from train.monitor.cache import enable_compilation_cache
@@ -39,11 +38,9 @@ _MAY_DIFFER = ("seed", "train.learning_rate", "train.learning_rate_factors")
 def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> list[FitResult]:
     """Trains configs that differ only in seed, learning rate and its factors, and saves each in its own directory.
 
-    Every training is updated by `train.loop.step.update` on its own state, batch and seed: all of them under ``vmap``,
-    or on a CPU one after the other. The learning rate of training k is that of the first config times
-    ``learning_rate_k / learning_rate_1`` and the factors of config k, so that one program trains all. Over several
-    devices the trainings are split, not their rows. On an accelerator the products are larger and faster; on a CPU only
-    compilations are saved.
+    Every training is updated by `train.loop.step.update` on its own state, batch, seed and rates: all of them under
+    ``vmap``, or on a CPU one after the other. Over several devices the trainings are split, not their rows. On an
+    accelerator the products are larger and faster.
 
     A training that diverges is returned with ``finished`` false, and is not saved. Nothing is saved before the end.
     `progress` is the label under which the mean loss is shown.
@@ -163,10 +160,8 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
     devices = (jax.devices() if devices is None else devices)[: len(configs)]
     mesh = mesh_from_sizes(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
     filled = [*configs, *[configs[-1]] * (-len(configs) % len(devices))]
-    shared = replace(configs[0], train=replace(configs[0].train, learning_rate_factors={}))
-    parts = parts_of(shared, without(mesh, _AXIS))
-    seeds = jnp.asarray([config.seed for config in filled], jnp.uint32)
-    rates = jax.tree.map(lambda *each: jnp.asarray(each, jnp.float32), *(_rates(parts, each) for each in filled))
+    parts = parts_of(configs[0], without(mesh, _AXIS))
+    given = jax.tree.map(lambda *each: np.stack(each), *(parts.given(config) for config in filled))
 
     map_trainings = _in_turn if devices[0].platform == "cpu" else jax.vmap
 
@@ -178,19 +173,19 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
         )  # fmt: skip
 
     first = jax.jit(split(partial(initialize, parts), 1))
-    following = jax.jit(split(partial(_update, parts), 4), donate_argnums=2)
+    following = jax.jit(split(partial(update, parts), 3), donate_argnums=1)
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
 
     def step(state: TrainState, read: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
         read = [*read, *[read[-1]] * (len(filled) - len(read))]
         stacked = jax.device_put(jax.tree.map(lambda *rows: np.stack(rows), *read), sharding)
         with jax.set_mesh(mesh):
-            state, metrics = following(seeds, rates, state, stacked)
+            state, metrics = following(given, state, stacked)
         return state, metrics
 
     def begin() -> TrainState:
         with jax.set_mesh(mesh):
-            return first(seeds)
+            return first(given.seed)
 
     return StackedProgram(begin, step)
 
@@ -198,14 +193,3 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
 def _in_turn(function: Callable) -> Callable:
     """`function` on each training, one after the other: a replacement for ``vmap``."""
     return lambda *stacked: jax.lax.map(lambda each: function(*each), stacked)
-
-
-def _rates(parts: Parts, config: Config) -> Any:
-    """The factors on the updates of every parameter, relative to those of the shared program."""
-    rate = config.train.learning_rate / parts.config.train.learning_rate
-    return jax.tree.map(lambda factor: rate * factor, factors(config.train, parts.axes))
-
-
-def _update(parts: Parts, seed: Any, rates: Any, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    """An update whose changes are multiplied by `rates`."""
-    return update(replace(parts, optimizer=scaled(parts.optimizer, rates)), seed, state, batch)

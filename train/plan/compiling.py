@@ -160,7 +160,7 @@ def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
 
     mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, devices)
     program = build_program(config, mesh)  # outside `set_mesh`, which would send computed values to the mesh
-    return mesh, program.update, (program.abstract, abstract_batch(config, mesh))
+    return mesh, program.update, (program.given, program.abstract, abstract_batch(config, mesh))
 
 
 def batch_of_evaluation(config: Config, devices: int, slices: int) -> TrainConfig:

@@ -61,11 +61,11 @@ class TimedBlocks:
         """`program` with an update that also runs and times the bare blocks."""
         bare_state = [None]
 
-        def update(state: Any, batch: Any) -> Any:
+        def update(given: Any, state: Any, batch: Any) -> Any:
             if self._steps % self.size == 0:
                 self._turn(program, bare_state, state, batch)
             self._steps += 1
-            return program.update(state, batch)
+            return program.update(given, state, batch)
 
         return dataclasses.replace(program, update=update)
 
@@ -77,10 +77,10 @@ class TimedBlocks:
         jax.block_until_ready((state, batch))
         if self._began:
             self.loop.append(self._since(self._began))
-        own[0] = program.initialize() if own[0] is None else own[0]
+        own[0] = program.initialize(program.given.seed) if own[0] is None else own[0]
         began = self.clock()
         for _ in range(self.size):
-            own[0], metrics = program.update(own[0], batch)
+            own[0], metrics = program.update(program.given, own[0], batch)
         jax.block_until_ready((own[0], metrics))
         self.bare.append(self._since(began))
         self._began = self.clock()

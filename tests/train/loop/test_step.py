@@ -73,7 +73,7 @@ def run(program, mesh, batch, state, steps=3):
     with jax.set_mesh(mesh):
         for _ in range(steps):
             before = jax.tree.leaves(state.parameters)
-            state, metrics = program.update(state, placed(mesh, batch))
+            state, metrics = program.update(program.given, state, placed(mesh, batch))
             assert all(leaf.is_deleted() for leaf in before), "the update takes the buffers it is given"
             losses.append(float(metrics.loss))
     return state, losses
@@ -93,7 +93,7 @@ def one_device():
 @pytest.fixture(scope="module")
 def first(one_device):
     """The parameters that most tests begin with."""
-    return jax.tree.map(np.array, one_device[0].initialize().parameters)
+    return jax.tree.map(np.array, one_device[0].initialize(one_device[0].given.seed).parameters)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_random_features_are_redrawn_every_so_many_steps(batch):
         state, found = begin(program, random_parameters(program)), []
         for _ in range(4):
             found.append(np.asarray(state.parameters["stacks"][0][0]["attention"]["learned"]["linear"]["projection"]))
-            state, metrics = program.update(state, placed(mesh, batch))
+            state, metrics = program.update(program.given, state, placed(mesh, batch))
     assert np.isfinite(metrics.loss)
     same = [np.array_equal(a, b) for a, b in itertools.pairwise(found)]
     assert same == [True, True, False]  # the third update, of step 2, drew new features
@@ -176,7 +176,7 @@ def assert_same_training(found, wanted):
 
 def test_eight_devices_give_the_loss_of_one(batch, first, on_one_device):
     program, mesh = build(mesh={"data": 8})
-    initial = program.initialize()
+    initial = program.initialize(program.given.seed)
     copied = jax.tree.map(jnp.copy, initial)  # NumPy's view of an array would keep the update from reusing its memory
     chex.assert_trees_all_equal(copied, begin(program, first))
     assert jax.tree.map(float, copied.guard) == (0, 0, 0)
@@ -219,7 +219,7 @@ def test_a_step_in_bfloat16_counts_every_row(model, train):
         labels = np.where(np.arange(512)[:, None] < labelled, tokens * 7 % 5, -1).astype(np.int32)
         rows = Batch(tokens, np.tile(np.arange(8, dtype=np.int32), (512, 1)), np.zeros_like(tokens), labels)
         with jax.set_mesh(mesh):
-            state, _ = program.update(begin(program, parameters), placed(mesh, rows))
+            state, _ = program.update(program.given, begin(program, parameters), placed(mesh, rows))
         gradients.append(jax.tree.leaves(optax.tree_utils.tree_get(state.optimizer, "mu")))
     for wanted, found in zip(*gradients, strict=True):
         assert np.linalg.norm(found - wanted) <= 1e-3 * np.linalg.norm(wanted)
@@ -306,7 +306,9 @@ def test_replicas_that_add_up_their_own_parts_give_the_gradient_of_one_device(sc
         program, devices = build(scheme, model, **train)
         ordered = jax.tree.map(placement(config_of(scheme, model, **train), devices).layout.apply, rows)
         with jax.set_mesh(devices):
-            state, metrics = program.update(begin(program, random_parameters(program)), placed(devices, ordered))
+            state, metrics = program.update(
+                program.given, begin(program, random_parameters(program)), placed(devices, ordered)
+            )
         found.append([metrics.loss, *jax.tree.leaves(optax.tree_utils.tree_get(state.optimizer, "mu"))])
     for wanted, leaf in zip(*found, strict=True):
         np.testing.assert_allclose(leaf, wanted, atol=1e-6 * np.abs(wanted).max(), rtol=0)
@@ -326,7 +328,7 @@ def test_gradients_go_over_the_replicas_once_a_step():
     program, mesh = build(mesh=SLICES, accumulate=4, batch_tokens=256)
     rows = jax.ShapeDtypeStruct((32, 8), jnp.int32, sharding=named_sharding(mesh, ("batch", "length")))
     with jax.set_mesh(mesh):
-        text = program.update.lower(program.abstract, Batch(rows, rows, rows, rows)).compile().as_text()
+        text = program.update.lower(program.given, program.abstract, Batch(rows, rows, rows, rows)).compile().as_text()
     module, sizes = read_program(text), collections.Counter()
     for times, line in runs(module, module.entry):
         if kind_of(line) in COLLECTIVES and any(len({n // 4 for n in group}) > 1 for group in groups_of(line, 8)):
@@ -390,7 +392,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(batch, first, guar
     kept = jax.tree.map(np.asarray, (state.parameters, state.optimizer))
     with jax.set_mesh(mesh):
         for expected in (1, 2, 3):
-            state, metrics = program.update(state, placed(mesh, batch))
+            state, metrics = program.update(program.given, state, placed(mesh, batch))
             assert (int(metrics.skipped), int(metrics.skipped_in_row), int(state.step)) == (expected,) * 3
             assert float(metrics.learning_rate) == pytest.approx(0.005), "a skipped update does not count"
     chex.assert_trees_all_equal((state.parameters, state.optimizer), kept)
@@ -405,12 +407,12 @@ def with_norm(state, norm):
 def test_spikes_are_left_out_by_the_running_mean_of_norms(batch, first, guarded):
     program, mesh = guarded
     with jax.set_mesh(mesh):
-        state, metrics = program.update(with_norm(begin(program, first), 1e-3), placed(mesh, batch))
+        state, metrics = program.update(program.given, with_norm(begin(program, first), 1e-3), placed(mesh, batch))
         norm = float(metrics.gradient_norm)
         assert norm > 1.5e-3
         assert int(metrics.skipped) == 1
         chex.assert_trees_all_equal(state.parameters, first)
-        state, after = program.update(with_norm(state, 0.8 * norm), placed(mesh, batch))
+        state, after = program.update(program.given, with_norm(state, 0.8 * norm), placed(mesh, batch))
     assert (int(after.skipped), int(after.skipped_in_row)) == (1, 0)
     np.testing.assert_allclose(state.guard.norm, 0.95 * 0.8 * norm + 0.05 * norm, rtol=1e-6)
 
@@ -426,7 +428,7 @@ def test_the_objective_is_the_mean_loss_and_a_share_of_the_z_loss(batch, first, 
             return (losses.nll + 0.1 * losses.z) / losses.count, losses.nll / losses.count
 
         gradients, loss = jax.jit(jax.grad(objective, has_aux=True))(first)
-        _, metrics = program.update(begin(program, first), arrays)
+        _, metrics = program.update(program.given, begin(program, first), arrays)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-6)
     np.testing.assert_allclose(metrics.gradient_norm, optax.tree.norm(gradients), rtol=1e-5)
 
@@ -437,6 +439,6 @@ def test_a_step_of_131072_tokens_holds_no_square():
     program, mesh = build("rope", {"num_layers": 1}, length=length, batch_tokens=length, loss_chunks=10)
     rows = jax.ShapeDtypeStruct((1, length), jnp.int32)
     with jax.set_mesh(mesh):
-        compiled = program.update.lower(program.abstract, Batch(rows, rows, rows, rows)).compile()
+        compiled = program.update.lower(program.given, program.abstract, Batch(rows, rows, rows, rows)).compile()
     # 1024 float32 numbers a token. A square with even one bit a pair would take four times as much.
     assert compiled.memory_analysis().temp_size_in_bytes < length * 4096
