@@ -21,7 +21,7 @@ from posjax.masks import Beyond, Causal, ChunksApart, FirstTokens, Mask, Segment
 from posjax.positions import Range
 from posjax.remap import Branch
 from train.runtime.chips import CHIPS
-from train.workshop.schedule.compiling import compile_for
+from train.lab.schedule.compiling import compile_for
 
 pytestmark = [
     pytest.mark.compile,

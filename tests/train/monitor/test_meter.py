@@ -16,7 +16,7 @@ from train.monitor.meter import Meter, count_chips, peak_memory_bytes
 from train.monitor.monitor import Monitor
 from train.monitor.progress import show_progress
 from train.runtime.chips import CHIPS, PEAK_FLOPS
-from train.workshop.bench_loop import WARM_BLOCKS, Seconds, TimedBlocks, bench_loop
+from train.lab.bench_loop import WARM_BLOCKS, Seconds, TimedBlocks, bench_loop
 
 
 class Clock:

@@ -14,9 +14,9 @@ from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
-from train.plan.others import AnyKernels, others_call
-from train.plan.pods import pod
-from train.plan.products import products_of
+from train.lab.steps.foreign_kernels import AnyKernels, others_call
+from train.plan.pods import pod_of
+from train.lab.steps.products import products_of
 from train.runtime.chips import CHIPS
 
 CALL = """
@@ -45,7 +45,7 @@ def test_a_kernel_takes_its_visited_tiles_and_rows():
     line = call("posjax_attention_forward.1", "(bf16[2,16,4096,128], f32[2,16,1,4096]{3,2,1,0})", operands)
     share = visited_share(uniform(scheme("rope"), 3), 4096, causal=True)
     whole, _, row = FORWARD["v5p"][1024, 2048, 512]
-    kernels = Kernels(pod("v5p:2x2x1"), share)
+    kernels = Kernels(pod_of("v5p:2x2x1"), share)
     assert kernels.seconds(line) == pytest.approx(2 * 16 * (6 * whole + 4 * row) / 2 / 1.75e9)
     assert kernels.chance(line) == 1.0
 
@@ -56,13 +56,13 @@ def test_heads_that_lie_side_by_side_are_counted():
     line = call("posjax_attention_backward.3", "(bf16[2,1,1,4096,2048], f32[2,1,1,4096,2048])", operands)
     whole, _, row = BACKWARD["v5p"][1024, 1024, 512]
     cycles = 2 * 16 * (4 * 2 * 2 * whole + 4 * math.sqrt(2) * row) / 2
-    assert Kernels(pod("v5p:2x2x1"), everything).seconds(line) == pytest.approx(cycles / 1.75e9)
+    assert Kernels(pod_of("v5p:2x2x1"), everything).seconds(line) == pytest.approx(cycles / 1.75e9)
 
 
 @pytest.mark.parametrize(("topology", "devices"), [("v6e:2x2", 1), ("7x:2x2x1", 2)])
 def test_a_kernel_that_is_bound_by_memory_takes_the_time_of_its_bytes(topology, devices):
     line = call("posjax_rotation.7", "bf16[2,4096,2048]", "bf16[2,4096,2048]{2,1,0}, f32[1,4096,128]{2,1,0}")
-    target = pod(topology)
+    target = pod_of(topology)
     moved = 2 * 2 * 2 * 4096 * 2048 + 4 * 4096 * 128
     expected = moved / (CHIPS[target.generation].streaming * 1e9 / devices)
     assert Kernels(target, everything).seconds(line) == pytest.approx(expected)
@@ -82,7 +82,7 @@ def test_the_sizes_and_blocks_of_another_librarys_kernel_are_read_from_its_call(
     q = "bf16[3,2,4096,128]{3,2,1,0}"
     line = call("splash_mha_dkv.1", f"({q}, f32[3,2,4096])", f"s8[1,4,4]{{2,1,0}}, {q}, {q}, {q}", written)
     assert others_call(line) == ("splash_mha_dkv.1", 6, 4096, 4096, 128, (2048, 512, 256))
-    assert AnyKernels(pod("v6e:2x2"), everything).seconds(line) is None  # no schedules
+    assert AnyKernels(pod_of("v6e:2x2"), everything).seconds(line) is None  # no schedules
 
 
 def flops(text):

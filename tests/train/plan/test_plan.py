@@ -21,19 +21,19 @@ from train.plan import kept
 from train.plan.compiling import CompiledStep, Memory, batch_of_evaluation, compiler_flags, out_of_memory
 from train.plan.largest import Allocation, largest
 from train.plan.plan import make_plan, plan_evaluation, plan_of
-from train.plan.pods import GIB, Pod, pod
+from train.plan.pods import GIB, Pod, pod_of
 from train.plan.report import assumptions, show
 from train.plan.sweep import candidates, sweep
 
 
 def test_pods_have_the_published_chips_and_rings():
-    assert pod("7x:4x4x4") == pod("tpu7x:4x4x4") == Pod("7x", (4, 4, 4))
-    assert (pod("7x:4x4x4").devices, pod("v5p:8x8x8").devices, pod("v5e:16x16").devices) == (128, 512, 256)
-    assert pod("v5p:2x2x1").peak_flops == pytest.approx(459e12, rel=1e-3)
-    four = pod("v5p:4x4x4", 4)
+    assert pod_of("7x:4x4x4") == pod_of("tpu7x:4x4x4") == Pod("7x", (4, 4, 4))
+    assert (pod_of("7x:4x4x4").devices, pod_of("v5p:8x8x8").devices, pod_of("v5e:16x16").devices) == (128, 512, 256)
+    assert pod_of("v5p:2x2x1").peak_flops == pytest.approx(459e12, rel=1e-3)
+    four = pod_of("v5p:4x4x4", 4)
     assert (four.name, four.slice_name, four.chips) == ("4 slices of v5p:4x4x4", "v5p:4x4x4", 256)
     rings = {"v5p:4x4x8": (True,) * 3, "v5p:2x4x4": (False,) * 3, "v6e:8x16": (False, True)}
-    assert {name: pod(name).rings for name in rings} == rings
+    assert {name: pod_of(name).rings for name in rings} == rings
 
 
 PROGRAM = """
@@ -55,7 +55,7 @@ SIZES = {
     "alias_size_in_bytes": 4 * GIB,
 }
 STEP = {"memory": SIZES, "axes": {"data": 1, "stage": 1, "fsdp": 4}, "coordinates": PLACES, "tokens": 4096}
-CUBE = pod("v6e:2x2")
+CUBE = pod_of("v6e:2x2")
 
 
 def folder(path, **changes):
@@ -210,7 +210,7 @@ def test_the_plan_of_a_compiled_step_adds_its_memory_and_predicts_its_speed(long
     axes = {"replica": 1, "data": 1, "fsdp": 4, "context": 1, "tensor": 1}
     places = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (0, 1, 0, 0))
     step = CompiledStep(PROGRAM, memory, axes, places, "--xla_a=1", (Allocation(GIB, "f32[8,9]"),))
-    plan = plan_of(long_rows, pod("v6e:2x2"), step)
+    plan = plan_of(long_rows, pod_of("v6e:2x2"), step)
     assert (plan.memory.total, plan.memory.padding) == (7.375 * GIB, 0.5 * GIB)
     seconds = 0.001 + 2 * 4 * 1024 * 3 / 4 / (2 * 90e9) + 4e-6
     assert plan.seconds == pytest.approx(seconds)
@@ -226,7 +226,7 @@ def test_the_plan_of_a_compiled_step_adds_its_memory_and_predicts_its_speed(long
 
 
 def test_a_sweep_tries_what_can_be_split(long_rows):
-    found = {one.name: one for one in candidates(long_rows, pod("v5e:2x4"))}
+    found = {one.name: one for one in candidates(long_rows, pod_of("v5e:2x4"))}
     meshes = {tuple(one.axes.values()) for one in found.values()}
     # Four rows, four query heads: eight devices can share neither. Two key heads are repeated for four.
     powers = [(d, f, c, t) for d, f, c, t in itertools.product((1, 2, 4, 8), repeat=4) if d * f * c * t == 8]
@@ -238,10 +238,10 @@ def test_a_sweep_tries_what_can_be_split(long_rows):
 def test_a_sweep_without_a_compiler_says_so(long_rows, monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     console = Console(width=120, record=True, file=io.StringIO())
-    found = sweep(long_rows, pod("v6e:2x2"), 2, console, "--xla_a=1")
+    found = sweep(long_rows, pod_of("v6e:2x2"), 2, console, "--xla_a=1")
     assert ["pip install libtpu" in plan for _, plan in found] == [True, True]
     assert 'LIBTPU_INIT_ARGS="--xla_a=1"' in console.export_text()
-    refused("libtpu", lambda: make_plan(long_rows, pod("v6e:2x2")))
+    refused("libtpu", lambda: make_plan(long_rows, pod_of("v6e:2x2")))
 
 
 def test_the_longest_batch_of_an_evaluation_is_planned():
@@ -312,8 +312,8 @@ import jax, jax.numpy as jnp
 from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 from train.plan.compiling import devices_of
-from train.plan.pods import pod
-devices = mesh_utils.create_device_mesh((64,), devices=devices_of(pod("v5p:4x4x4")))
+from train.plan.pods import pod_of
+devices = mesh_utils.create_device_mesh((64,), devices=devices_of(pod_of("v5p:4x4x4")))
 mesh = jax.sharding.Mesh(devices, ("all",), axis_types=(jax.sharding.AxisType.Explicit,))
 x = jax.ShapeDtypeStruct((4096, 11008), jnp.bfloat16, sharding=NamedSharding(mesh, P("all")))
 whole = jax.jit(lambda x: jnp.sin(jax.sharding.reshard(x, NamedSharding(mesh, P()))))
@@ -337,7 +337,7 @@ def test_arrays_on_a_pod_with_rings_are_gathered():
 def test_the_evaluation_of_a_tiny_config_is_planned(tiny):
     """One row of a text, split over all eight chips; each has an eighth of the parameters."""
     sizes = ["evaluate.lengths=[8192]", "evaluate.tokens=8192", "evaluate.batch_tokens=8192"]
-    plan = plan_evaluation(load(tiny, sizes), pod("v5e:2x4"))
+    plan = plan_evaluation(load(tiny, sizes), pod_of("v5e:2x4"))
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(build_model(plan.config)))))
     assert plan.memory.parameters == 4 * count / 8
     assert plan.memory.optimizer == 0
@@ -347,7 +347,7 @@ def test_the_evaluation_of_a_tiny_config_is_planned(tiny):
 @pytest.mark.compile
 def test_a_tiny_config_is_planned_for_two_slices(tiny):
     settings = ("train.mesh={replica: 2, data: 1, fsdp: 8, tensor: 1}", "train.batch_tokens=16384")
-    plan = make_plan(load(tiny, settings), pod("v5e:2x4", 2))
+    plan = make_plan(load(tiny, settings), pod_of("v5e:2x4", 2))
     ((crossing, sent),) = [(axes, size) for (axes, _), size in plan.tally.moved.items() if "DCN" in axes]
     gradients = plan.memory.parameters / 4  # numbers per device; half of them are sent twice, in bfloat16 or float32
     assert crossing == "replica (DCN)"
