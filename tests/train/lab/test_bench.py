@@ -16,6 +16,7 @@ from train.lab.libraries import BACKWARD, FORWARD, LIBRARIES, Shape
 SMALL = Shape(64, 2, 8, "float32", FORWARD)
 
 
+@pytest.mark.lab
 def test_posjax_and_jax_compute_the_same():
     shape = Shape(64, 2, 8, "float32", BACKWARD)
     (out, gradients), (expected, expected_gradients) = (LIBRARIES[name](shape)() for name in ("posjax", "jax.nn"))
@@ -23,6 +24,7 @@ def test_posjax_and_jax_compute_the_same():
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+@pytest.mark.lab
 @pytest.mark.parity
 def test_torch_sdpa_computes_the_same():
     torch = pytest.importorskip("torch")

@@ -13,6 +13,8 @@ from train.lab.gpu.jobs import BACKWARD, DECODE, ERRORS, FORWARD, OURS, Job
 from train.lab.gpu.results import Results
 from train.lab.gpu.worker import Worker
 
+pytestmark = pytest.mark.lab
+
 SMALL = {
     "implementation": "blockwise",
     "libraries": (),

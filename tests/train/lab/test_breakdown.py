@@ -4,15 +4,17 @@ import pytest
 
 from posjax.scheme import uniform
 from posjax.scheme.presets import scheme
-from train.plan import parts
+from train.lab.steps import parts
+from train.lab.steps.breakdown import measure
+from train.lab.steps.parts import BACKWARD, FORWARD, NEITHER, Widths, part_of
 from train.plan.compiling import Memory
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Network
-from train.lab.steps.parts import BACKWARD, FORWARD, NEITHER, Widths, part_of
 from train.plan.pods import pod_of
-from train.lab.steps.breakdown import measure
 from train.plan.timeline import Simulator
+
+pytestmark = pytest.mark.lab
 
 LLAMA = Widths(4096, 14336, 128256, (32, 8), 128, 8192, devices=256)
 LONG = Widths(2048, 8192, 32768, (32, 8), 64, 8192, devices=256)  # hidden units as many as tokens

@@ -55,6 +55,7 @@ def decode(example, row):
     return symbols.tolist(), answers.tolist()
 
 
+@pytest.mark.lab
 @pytest.mark.parametrize("shorter", [False, True])
 @pytest.mark.parametrize("name", LANGUAGES_OF_STRINGS)
 def test_answers_on_strings(name, shorter):
@@ -70,6 +71,7 @@ def test_answers_on_strings(name, shorter):
     assert {len(symbols) for symbols, _ in rows} == (set(range(step, 9, step)) if shorter else {8})
 
 
+@pytest.mark.lab
 @pytest.mark.parametrize("shorter", [False, True])
 def test_answers_on_grids(shorter):
     batch = LANGUAGES["grid neighbours"].sample(KEY, 64, 4, shorter)
@@ -90,6 +92,7 @@ def test_answers_on_grids(shorter):
     assert (len(sides) == 9) if shorter else (sides == {(4, 2), (4, 3), (4, 4), (3, 4), (2, 4)})
 
 
+@pytest.mark.lab
 def test_short_strings_get_ids_of_the_whole_range():
     """A string of n symbols gets a uniform random subset of n + 1 ids, independent of the size of the buffer."""
     batch = LANGUAGES["even pairs"].sample(KEY, 4000, 7, True)
@@ -104,6 +107,7 @@ def test_short_strings_get_ids_of_the_whole_range():
     np.testing.assert_array_equal(tested, Randomised(40).evaluate(8).positions)
 
 
+@pytest.mark.lab
 def test_grids_have_two_axes_or_three():
     config = LanguagesConfig(grid_schemes=(SchemeConfig("axial"),), schemes=(SchemeConfig("rope"),))
     batch = LANGUAGES["grid neighbours"].sample(KEY, 2, 3)
@@ -159,6 +163,7 @@ def test_mistakes_are_refused_before_anything_is_trained(name, call):
     refused(name, call)
 
 
+@pytest.mark.lab
 def test_the_config_of_the_checkout():
     """One language of strings and one of grids; a scheme fits all of a kind or none."""
     config = load(CONFIG, ["num_layers=1"], LanguagesConfig)  # all layers are alike

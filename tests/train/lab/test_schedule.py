@@ -8,13 +8,15 @@ import pytest
 from refusals import refused
 
 from posjax.masks import Causal, FirstTokens, Segments, Window
-from train.runtime.chips import CHIPS, chip
 from train.lab.schedule import costs, posjax_kernels
 from train.lab.schedule.bench import measure
 from train.lab.schedule.cost import Cost, Executions, Hot, Launch, cost
 from train.lab.schedule.implementations import SCHEDULED
 from train.lab.schedule.kernels import read_kernels
 from train.lab.schedule.program import KernelShape
+from train.runtime.chips import CHIPS, chip
+
+pytestmark = pytest.mark.lab
 
 # A grid of 4 steps: a start that some steps skip, two loops over tiles of two kinds, one with a wait in it.
 LISTING = """

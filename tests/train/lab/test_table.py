@@ -2,12 +2,15 @@
 
 import dataclasses
 
-from train.plan import table
+import pytest
+
+from train.lab.plans import table
+from train.lab.plans.published import PUBLISHED
 from train.plan.plan import check_split
 from train.plan.pods import pod_of
-from train.lab.plans.published import PUBLISHED
 
 
+@pytest.mark.lab
 def test_every_entry_of_the_table_can_be_split_over_its_pod():
     everything = list(table.entries())
     assert len({entry.key for entry in everything}) == len(everything) == len(PUBLISHED) + 36
@@ -26,6 +29,7 @@ def count_error(run):
     return 1e12 * run.teraflops * pod_of(run.topology, run.slices).chips * run.seconds / run.counted - 1
 
 
+@pytest.mark.lab
 def test_logged_steps_take_what_their_numbers_count_and_another_count_would_not_fit():
     errors = {run.name: count_error(run) for run in PUBLISHED if run.seconds}
     assert len(errors) >= 9

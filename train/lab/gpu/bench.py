@@ -15,8 +15,7 @@ from rich.console import Console
 from posjax._checks import check
 from train.lab.gpu.config import GpuConfig
 from train.lab.gpu.jobs import Job
-from train.lab.gpu.report import tables
-from train.lab.gpu.results import Results
+from train.lab.gpu.results import Results, tables
 from train.lab.gpu.worker import Worker
 from train.runtime.machine import processor, versions
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from posjax.attention.gpu.inputs import TileSizes
 from train.lab.gpu import calls
-from train.lab.gpu.jobs import DECODE, ERRORS, FORWARD, LAYERS, OTHER_TILES, OURS, TILES, Job, Options
-from train.lab.gpu.timing import milliseconds
+from train.lab.gpu.jobs import DECODE, ERRORS, FORWARD, LAYERS, OTHER_TILES, OURS, TILES, Job, Options, milliseconds
 
 
 class Measurements:

@@ -1,11 +1,17 @@
-"""What can be measured. Imports no library that computes, because torch must run without jax beside it."""
+"""What can be measured, and how the time of a call is taken, in the same way for every library.
+
+Imports no library that computes, because torch must run without jax beside it.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 FORMS = ("causal", "alibi", "slopes", "t5", "kerple", "fox", "window", "packed", "capped", "rerope", "array")
-"""Forms of causal attention: ``calls.attend`` says what they are."""
+"""Forms of causal attention: ``calls.forward`` says what they are."""
 DOCUMENT = 1500
 """Tokens of a document in packed rows."""
 WINDOW = 1024
@@ -26,7 +32,6 @@ LIBRARIES = {
 LONGEST_BIAS = 16384
 """The most tokens for which a bias is an array: at 65,536 that of 16 heads has 137 GB."""
 
-
 OTHER_TILES = {
     "usual": {},
     "forward 64": {"forward": 64},
@@ -38,6 +43,10 @@ OTHER_TILES = {
 """Fields of ``posjax.attention.gpu.inputs.TileSizes`` that differ from the usual ones, by a name."""
 SWEPT = ("alibi", "t5")
 """The forms of which other tiles are measured."""
+
+_ROWS = 3
+_FEWEST, _MOST = 3, 100
+"""Calls of a row. The results of all that are queued must fit the device's memory."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +102,28 @@ class Options:
     implementation: str
     threads: int
     row_seconds: float
+
+
+def milliseconds(call: Callable[[], Any], wait: Callable[[Any], Any], row_seconds: float) -> float:
+    """The time of a call: the least mean of three rows of calls, which are queued, and waited for once.
+
+    Args:
+        call: queues the work, and returns its results.
+        wait: returns when the device has computed these results.
+        row_seconds: about how long a row takes, if it has no more than a hundred calls.
+    """
+    wait(call())
+    start = time.perf_counter()
+    wait(call())
+    once = time.perf_counter() - start
+    repeats = max(_FEWEST, min(_MOST, int(row_seconds / once)))
+    return min(_mean(call, wait, repeats) for _ in range(_ROWS)) * 1e3
+
+
+def _mean(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> float:
+    """Seconds of a call in one row."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        results = call()
+    wait(results)
+    return (time.perf_counter() - start) / repeats

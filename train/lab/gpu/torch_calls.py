@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from train.lab.gpu.jobs import DOCUMENT, FORWARD, WINDOW, Job, Options, Shape
-from train.lab.gpu.timing import milliseconds
+from train.lab.gpu.jobs import DOCUMENT, FORWARD, WINDOW, Job, Options, Shape, milliseconds
 
 
 class Measurements:
