@@ -42,7 +42,7 @@ COMPUTING = (
     "train/data/packing.py",
     "train/data/pipeline.py",
     "train/evaluate/**/*.py",
-    "train/languages/generators.py",
+    "train/lab/formal_languages/generators.py",
     "train/monitor/meter.py",
     "train/compare/study/measure.py",
     "train/report/numbers.py",

@@ -131,11 +131,12 @@ def test_the_examples_of_own_methods_run(names_of_slots):
 def test_the_map_of_rooms_has_the_floors_in_order():
     """The floors of the map of packages ("rooms"). Rooms that import each other are an error."""
     order = {"posjax": ("positions", "rotary", "coca", "attention", "scheme", "nn", "diagnostics"),
-             "train": ("runtime", "config", "data", "model", "loop", "evaluate", "compare", "cli")}  # fmt: skip
+             "train": ("runtime", "config", "data", "model", "loop", "evaluate", "compare", "lab", "cli")}  # fmt: skip
     for package, wanted in order.items():
         levels = rooms.floors(rooms.imports(package))
         floor = {room: n for n, level in enumerate(levels) for room in level}
         assert sorted(wanted, key=floor.get) == list(wanted), levels
         assert len({floor[room] for room in wanted}) == len(wanted)
+    assert [room for room, below in rooms.imports("train").items() if "lab" in below] == ["cli"]
     with pytest.raises(ValueError, match=r"these rooms import each other: \['a', 'b'\]"):
         rooms.floors({"a": frozenset("b"), "b": frozenset("a"), "c": frozenset()})

@@ -142,7 +142,7 @@ def verify(path: str, overrides: Sequence[str]) -> int:
 
 def languages(path: str, overrides: Sequence[str]) -> None:
     """train encoders on formal languages and grids, and test them on longer and larger ones"""
-    from train.languages import LanguagesConfig, run
+    from train.lab.formal_languages import LanguagesConfig, run
 
     run(load(path, overrides, LanguagesConfig))
 
@@ -150,19 +150,19 @@ def languages(path: str, overrides: Sequence[str]) -> None:
 def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str | None, loop: bool) -> None:
     """time attention and its memory against other libraries, side by side"""
     if loop:
-        from train.workshop.bench_loop import bench_loop
+        from train.lab.bench_loop import bench_loop
 
         bench_loop(load(path, overrides))
         return
-    from train.workshop.bench import BenchConfig, bench
+    from train.lab.bench import BenchConfig, bench
 
     config = load(path, overrides, BenchConfig)
     if schedule is not None:
-        from train.workshop.schedule.bench import bench_schedules
+        from train.lab.schedule.bench import bench_schedules
 
         bench_schedules(config.schedule, schedule, config.directory)
     if costs is not None:
-        from train.workshop.schedule.costs import write_costs
+        from train.lab.schedule.costs import write_costs
 
         write_costs(config.schedule, costs)
     if schedule is not None or costs is not None:
@@ -170,17 +170,32 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
     if config.gpu is None:
         bench(config)
         return
-    from train.workshop.gpu.bench import bench_gpu
+    from train.lab.gpu.bench import bench_gpu
 
     bench_gpu(config.gpu, config.directory)
 
 
-def plan(path: str, overrides: Sequence[str], topology: str, slices: int, sweep: int, **steps: Any) -> None:
+def plan(
+    path: str,
+    overrides: Sequence[str],
+    topology: str,
+    slices: int,
+    sweep: int,
+    flags: str | None,
+    evaluate: bool,
+    **steps: Any,
+) -> None:
     """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and predict memory and speed"""
     config = load(path, overrides)
-    from train.plan.command import StepOptions, plan
+    if any(steps.values()):
+        from train.lab.steps.compare_steps import StepOptions, compare_steps
 
-    plan(config, topology, slices, sweep, StepOptions.of(**steps))
+        options = StepOptions.of(**steps, flags=flags, sweep=sweep, evaluate=evaluate)
+        compare_steps(config, topology, slices, options)
+        return
+    from train.plan.command import plan
+
+    plan(config, topology, slices, sweep, flags, evaluate)
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -202,9 +217,10 @@ _CONFIGS = {
     "export": _MODEL,
     "verify": "a run's directory, on this machine or at a URL; or the YAML file that it was made from, whose URL ends "
     "in .yaml or .yml",
-    "languages": f"{_YAML}, as configs/languages.yaml; it has the keys of LanguagesConfig in train/languages/config.py",
+    "languages": f"{_YAML}, as configs/languages.yaml; it has the keys of LanguagesConfig in "
+    "train/lab/formal_languages/config.py",
     "bench": f"{_YAML}, as configs/bench.yaml or configs/gpu.yaml; it has the keys of BenchConfig in "
-    "train/workshop/bench.py, and with --loop those of a config of fit",
+    "train/lab/bench.py, and with --loop those of a config of fit",
 }
 """The help on CONFIG of every command for which CONFIG is not just `_YAML`."""
 _ARGUMENTS = {

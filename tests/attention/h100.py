@@ -1,6 +1,6 @@
 """Compiles the GPU kernels of a call for an H100, without one, and prints what the assembler says of each kernel.
 
-Usage: ``python -m attention.h100 FORM SIZE``, a form of ``train.workshop.gpu.jobs``, with jax's CUDA wheels and
+Usage: ``python -m attention.h100 FORM SIZE``, a form of ``train.lab.gpu.jobs``, with jax's CUDA wheels and
 NVIDIA's assembler installed. It prints one JSON object a kernel: its registers, bytes of spilled registers, bytes of
 shared memory, and warnings.
 """
@@ -21,8 +21,8 @@ import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
-from train.workshop.gpu.calls import arguments, gradients  # noqa: E402
-from train.workshop.gpu.jobs import Shape  # noqa: E402
+from train.lab.gpu.calls import arguments, gradients  # noqa: E402
+from train.lab.gpu.jobs import Shape  # noqa: E402
 
 NAME = "NVIDIA H100 80GB HBM3"
 # What the compiler must know of the device (from NVIDIA's tuning guide for Hopper and the data sheet of the H100 SXM).

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from train.workshop.gpu.jobs import FORMS
+from train.lab.gpu.jobs import FORMS
 
 pytestmark = [
     pytest.mark.compile,

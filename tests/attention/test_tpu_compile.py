@@ -20,8 +20,8 @@ from posjax.bias import T5, ALiBi, ForgetBias, Kerple
 from posjax.masks import Beyond, Causal, ChunksApart, FirstTokens, Mask, Segments, Window
 from posjax.positions import Range
 from posjax.remap import Branch
+from train.lab.schedule.compiling import compile_for
 from train.runtime.chips import CHIPS
-from train.workshop.schedule.compiling import compile_for
 
 pytestmark = [
     pytest.mark.compile,

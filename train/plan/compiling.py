@@ -16,10 +16,10 @@ from typing import Any
 
 from train.config import Config, MeshConfig, TrainConfig, dump, parse_text
 from train.plan.largest import Allocation, ask_for_report, largest
-from train.plan.pods import GIB, Coordinates, Pod, pod
+from train.plan.pods import GIB, Coordinates, Pod, pod_of
+from train.runtime.compiler import DoesNotCompile, answer, check_compiler, run_compiler
 from train.runtime.flags import VARIABLE, missing
 from train.runtime.lines import in_a_line
-from train.workshop.schedule.compiling import DoesNotCompile, answer, check_compiler, run_compiler
 
 _OUT_OF_MEMORY = (
     re.compile(r"temporaries \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"),
@@ -73,7 +73,7 @@ UPDATE, EVALUATION = "update", "evaluation"
 
 
 def compile_step(
-    config: Config, on: Pod, timeout: int = 3600, flags: str | None = None, kind: str = UPDATE
+    config: Config, pod: Pod, timeout: int = 3600, flags: str | None = None, kind: str = UPDATE
 ) -> CompiledStep:
     """Compiles the step of a config without stages, with `flags` in addition to those of ``LIBTPU_INIT_ARGS``.
 
@@ -82,10 +82,10 @@ def compile_step(
     if the compiler fails.
     """
     check_compiler()
-    flags = compiler_flags(on.generation, flags)
+    flags = compiler_flags(pod.generation, flags)
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
         (Path(directory) / "config.yaml").write_text(dump(config), encoding="utf-8")
-        reply = _run(directory, on, timeout, flags, kind)
+        reply = _run(directory, pod, timeout, flags, kind)
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
     coordinates = tuple(map(tuple, reply["coordinates"]))
     allocations = tuple(Allocation(*each) for each in reply["largest"])
@@ -98,9 +98,9 @@ def compiler_flags(chip: str, flags: str | None = None) -> str:
     return f"{present} {missing(chip, present) if flags is None else flags}".strip()
 
 
-def _run(directory: str, on: Pod, timeout: int, flags: str, kind: str) -> dict[str, Any]:
+def _run(directory: str, pod: Pod, timeout: int, flags: str, kind: str) -> dict[str, Any]:
     try:
-        return run_compiler("train.plan.compiling", [directory, on.slice_name, str(on.slices), kind], flags, timeout)
+        return run_compiler("train.plan.compiling", [directory, pod.slice_name, str(pod.slices), kind], flags, timeout)
     except DoesNotCompile as error:
         if unknown := _UNKNOWN_FLAG.search(error.details):
             raise ValueError(
@@ -122,24 +122,24 @@ def out_of_memory(message: str) -> str | None:
     )
 
 
-def devices_of(on: Pod) -> list:
+def devices_of(pod: Pod) -> list:
     """The devices of a pod as the compiler sees them. Raises ValueError for a pod that the compiler does not know."""
     from jax.experimental import topologies
 
-    rings = (*on.rings, False)[:3]  # libtpu expects three, and closes no ring by default
+    rings = (*pod.rings, False)[:3]  # libtpu expects three, and closes no ring by default
     try:
-        found = topologies.get_topology_desc(on.topology, "tpu", num_slices=on.slices, wrap=rings)
+        found = topologies.get_topology_desc(pod.topology, "tpu", num_slices=pod.slices, wrap=rings)
     except Exception as error:
-        raise ValueError(f"--topology: the compiler knows no pod {on.name}: {in_a_line(error, 2000)}") from None
+        raise ValueError(f"--topology: the compiler knows no pod {pod.name}: {in_a_line(error, 2000)}") from None
     return list(found.devices)
 
 
-def _child(directory: Path, on: Pod, kind: str) -> dict[str, Any]:
+def _child(directory: Path, pod: Pod, kind: str) -> dict[str, Any]:
     """Compiles, writes the program, and returns its memory, largest arrays, mesh axes and devices' coordinates."""
     import jax
 
     config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
-    mesh, program, arguments = {UPDATE: _update, EVALUATION: _evaluation}[kind](config, devices_of(on))
+    mesh, program, arguments = {UPDATE: _update, EVALUATION: _evaluation}[kind](config, devices_of(pod))
     with jax.set_mesh(mesh):
         compiled = program.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
     (directory / "program.txt").write_text(compiled.as_text(), encoding="utf-8")
@@ -148,7 +148,7 @@ def _child(directory: Path, on: Pod, kind: str) -> dict[str, Any]:
         "largest": largest(directory),
         "axes": dict(mesh.shape),
         "coordinates": [
-            (*device.coords, device.core_on_chip) for device in mesh.devices.flat[: on.devices // on.slices]
+            (*device.coords, device.core_on_chip) for device in mesh.devices.flat[: pod.devices // pod.slices]
         ],
     }
 
@@ -255,7 +255,7 @@ def _largest_text(allocations: list[Allocation]) -> str:
 
 def _main(folder: Path, topology: str, slices: str, kind: str) -> None:
     ask_for_report(folder)
-    answer(lambda: _child(folder, pod(topology, int(slices)), kind), lambda error: _words(error, folder))
+    answer(lambda: _child(folder, pod_of(topology, int(slices)), kind), lambda error: _words(error, folder))
 
 
 if __name__ == "__main__":

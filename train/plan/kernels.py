@@ -17,10 +17,12 @@ from posjax.scheme import Layers
 from train.model.flops import allowed
 from train.plan.hlo import Array, Instruction, arrays
 from train.plan.pods import Pod
-from train.workshop.schedule.compiling import STREAMING
 
 HEAD = 128
 """The head size of the measured costs; a wider head takes proportionally longer, a narrower one the same time."""
+
+STREAMING = ("posjax_rotation", "posjax_coca", "posjax_coca_gradient", "posjax_attention_correction")
+"""Our memory-bound kernels: they take the time that the compiler expects of a fusion that moves the same bytes."""
 
 Share = Callable[[int, int], float]
 """A function from the queries and keys of a tile to the share of tiles of that size that is visited."""

@@ -131,7 +131,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Fabric:
+class Network:
     """The traffic of collectives over a mesh whose devices are placed on a slice."""
 
     pod: Pod
@@ -159,11 +159,11 @@ class Fabric:
 
     def crossing(self, line: Instruction, kind: str) -> Traffic:
         """The traffic to other slices that a host sends for one device."""
-        slices, network = self.pod.slices, self.pod.network
+        slices, links = self.pod.slices, self.pod.links
         size = float(sum(array.bytes for array in line.results if array.shape))
         others = (slices - 1) / slices
         moved = size * {"all-reduce": 2 * others, "all-gather": others, "reduce-scatter": others}.get(kind, 1.0)
-        return Traffic(DCN, moved, moved * network.devices / (network.dcn * 1e9), DCN_LATENCY)
+        return Traffic(DCN, moved, moved * links.devices / (links.dcn * 1e9), DCN_LATENCY)
 
     def axes_of(self, groups: Sequence[Sequence[int]]) -> str:
         """The mesh axes along which the devices of some group differ."""
@@ -176,20 +176,20 @@ class Fabric:
 
     def _links(self, group: Sequence[int]) -> Iterator[tuple[int, float, bool]]:
         """For every dimension along which a group extends: devices, bytes a second one way, whether it is a ring."""
-        coordinates, network = [self.coordinates[device] for device in group], self.pod.network
+        coordinates, links = [self.coordinates[device] for device in group], self.pod.links
         sides = box(coordinates)
         if sides is None:  # no box: treated as a row of chips
-            yield len(group), network.link * 1e9, False
+            yield len(group), links.link * 1e9, False
             return
         *chips, (on_chip, _) = sides
-        sharing = network.devices // on_chip
+        sharing = links.devices // on_chip
         along = zip((*self.pod.chips_along, 1), (*self.pod.rings, False), strict=True)
         for (count, apart), (size, is_ring) in zip(chips, along, strict=False):
             if count > 1:
                 closed = count * apart == size and is_ring
-                yield count, network.link * 1e9 / apart / sharing, closed
+                yield count, links.link * 1e9 / apart / sharing, closed
         if on_chip > 1 and all(count == 1 for count, _ in chips):
-            yield on_chip, network.within * 1e9, False
+            yield on_chip, links.within * 1e9, False
 
     def _ring(self, group: Sequence[int], moved: float) -> float:
         links = list(self._links(group))
@@ -209,7 +209,7 @@ class Fabric:
             route = list(self._route(self.coordinates[source], self.coordinates[target]))
             load.update(route)
             hops = max(hops, len(route))
-        speed = {link: (self.pod.network.within if link[-1] == "chip" else self.pod.network.link) for link in load}
+        speed = {link: (self.pod.links.within if link[-1] == "chip" else self.pod.links.link) for link in load}
         slowest = max((count * moved / (speed[link] * 1e9) for link, count in load.items()), default=0.0)
         return slowest + LATENCY * hops
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
@@ -15,14 +14,11 @@ from train.model.flops import Flops, maxtext_flops, update_flops
 from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
 from train.plan.compiling import EVALUATION, CompiledStep, Memory, batch_of_evaluation, compile_step
 from train.plan.hlo import parse
-from train.plan.kernels import visited_share
+from train.plan.kernels import Kernels, visited_share
 from train.plan.largest import Allocation
-from train.plan.network import Fabric
-from train.plan.others import AnyKernels, Blocks
-from train.plan.parts import Widths
+from train.plan.network import Network
 from train.plan.pods import Pod
-from train.plan.ruler import Reading, measure
-from train.plan.timeline import Player, Tally
+from train.plan.timeline import Simulator, Tally
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,10 @@ class Plan:
         return self.share * flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)
 
 
-def check_split(config: Config, on: Pod) -> None:
+def check_split(config: Config, pod: Pod) -> None:
     """Raises ValueError for rows, heads or a length that the mesh cannot split, or slices that it cannot span."""
-    sizes, train = mesh_shape(config.train.mesh, on.devices), config.train
-    check_slices(sizes, on.slices)
+    sizes, train = mesh_shape(config.train.mesh, pod.devices), config.train
+    check_slices(sizes, pod.slices)
     check_rows(sizes, train.rows // train.accumulate)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     decoder = decoder_config(config)
@@ -81,13 +77,13 @@ def check_split(config: Config, on: Pod) -> None:
         )
 
 
-def make_plan(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
+def make_plan(config: Config, pod: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
     """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
-    check_split(config, on)  # an error names the key and comes at once, even without a compiler
-    return plan_of(config, on, compile_step(config, on, timeout, flags))
+    check_split(config, pod)  # an error names the key and comes at once, even without a compiler
+    return plan_of(config, pod, compile_step(config, pod, timeout, flags))
 
 
-def plan_evaluation(config: Config, on: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
+def plan_evaluation(config: Config, pod: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
     """Compiles what `evaluate` computes of a batch at the longest of ``evaluate.lengths``, and predicts its time.
 
     The last stage is used, under the config's extension. The plan's config has the length, rows and mesh of this batch
@@ -95,45 +91,28 @@ def plan_evaluation(config: Config, on: Pod, timeout: int = 3600, flags: str | N
     """
     last = config.every_stage[-1]
     last = replace(last, scheme=entry_in_stage(config.scheme, config, last))
-    compiled = compile_step(last, on, timeout, flags, EVALUATION)
-    measured = replace(last, train=batch_of_evaluation(last, on.devices, on.slices))
-    return replace(plan_of(measured, on, compiled), share=1 / 3)
+    compiled = compile_step(last, pod, timeout, flags, EVALUATION)
+    measured = replace(last, train=batch_of_evaluation(last, pod.devices, pod.slices))
+    return replace(plan_of(measured, pod, compiled), share=1 / 3)
 
 
-def plan_of(config: Config, on: Pod, compiled: CompiledStep) -> Plan:
+def plan_of(config: Config, pod: Pod, compiled: CompiledStep) -> Plan:
     """The plan of a config with a compiled step."""
-    tally = read_step("this step", config, on, compiled).tally
+    tally = simulator_of(pod, compiled, kernels_of(config, pod, compiled.axes)).run()
     flops, flags = update_flops(config), compiled.flags or ""
-    return Plan(config, on, compiled.axes, compiled.memory, flops, tally, flags, largest=compiled.largest)
+    return Plan(config, pod, compiled.axes, compiled.memory, flops, tally, flags, largest=compiled.largest)
 
 
-def read_step(
-    name: str,
-    config: Config,
-    on: Pod,
-    compiled: CompiledStep,
-    tokens: int | None = None,
-    schedules: Path | None = None,
-    blocks: Blocks | None = None,
-) -> Reading:
-    """The time by parts of a compiled step, of any trainer, for the model of a config.
-
-    Args:
-        name: the name of the step.
-        config: the model, mask and length of the step.
-        on: the pod that it is compiled for.
-        compiled: the step.
-        tokens: the tokens of the step, if they differ from the config's.
-        schedules: folder of the compiler's dump, for the costs of kernels that are not ours.
-        blocks: the block sizes of such kernels, if their calls do not state them.
-    """
+def kernels_of(config: Config, pod: Pod, axes: dict[str, int]) -> Kernels:
+    """The kernels of a step, for the masks of a config and the layout of a mesh."""
     decoder, train = decoder_config(config), config.train
-    share = visited_share(decoder.layers, train.length, decoder.causal)
-    fabric = Fabric(on, _in_a_slice(compiled.axes, on.slices), compiled.coordinates)
-    kernels = AnyKernels(on, share, _tokens_spread(config, compiled.axes), schedules, blocks)
-    widths = Widths.of(decoder, train.length, on.devices)
-    player = Player(parse(compiled.text), fabric, kernels)
-    return measure(name, player, compiled.memory, tokens or train.batch_tokens, widths)
+    return Kernels(pod, visited_share(decoder.layers, train.length, decoder.causal), _tokens_spread(config, axes))
+
+
+def simulator_of(pod: Pod, compiled: CompiledStep, kernels: Kernels) -> Simulator:
+    """The simulation of a compiled step, of any trainer."""
+    network = Network(pod, _in_a_slice(compiled.axes, pod.slices), compiled.coordinates)
+    return Simulator(parse(compiled.text), network, kernels)
 
 
 def _in_a_slice(axes: dict[str, int], slices: int) -> dict[str, int]:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posjax._checks import check
-from train.runtime.chips import CHIPS, Chip, Network
+from train.runtime.chips import CHIPS, Chip, Links
 
 GIB = 2**30
 
-KNOWN = {name: chip for name, chip in CHIPS.items() if chip.network is not None}
+KNOWN = {name: chip for name, chip in CHIPS.items() if chip.links is not None}
 """The chips for whose pods plans are possible."""
 
 Coordinates = tuple[int, ...]
@@ -41,9 +41,9 @@ class Pod:
         return CHIPS[self.generation]
 
     @property
-    def network(self) -> Network:
+    def links(self) -> Links:
         """How its chips are linked."""
-        return CHIPS[self.generation].network
+        return CHIPS[self.generation].links
 
     @property
     def chips(self) -> int:
@@ -53,12 +53,12 @@ class Pod:
     @property
     def devices(self) -> int:
         """The number of jax's devices; each is a chip, or half a chip."""
-        return self.chips * self.network.devices
+        return self.chips * self.links.devices
 
     @property
     def cores(self) -> int:
         """The number of cores of one device, which share its work."""
-        return self.chip.cores // self.network.devices
+        return self.chip.cores // self.links.devices
 
     @property
     def name(self) -> str:
@@ -78,17 +78,17 @@ class Pod:
     @property
     def rings(self) -> tuple[bool, ...]:
         """For each dimension of a slice, whether its links form rings."""
-        return self.network.rings(self.chips_along)
+        return self.links.rings(self.chips_along)
 
     @property
     def hbm_bytes(self) -> float:
         """HBM of one device, in bytes."""
-        return self.network.hbm_gib * GIB / self.network.devices
+        return self.links.hbm_gib * GIB / self.links.devices
 
     @property
     def hbm_bandwidth(self) -> float:
         """HBM bandwidth of one device, in bytes per second."""
-        return 1e9 * self.chip.bandwidth / self.network.devices
+        return 1e9 * self.chip.bandwidth / self.links.devices
 
     @property
     def peak_flops(self) -> float:
@@ -101,7 +101,7 @@ class Pod:
         return 1e-9 / self.chip.gigahertz
 
 
-def pod(name: str, slices: int = 1) -> Pod:
+def pod_of(name: str, slices: int = 1) -> Pod:
     """The pod of that name, with this number of slices.
 
     Raises ValueError for an invalid name, a shape that the compiler refuses, or a number of slices below 1.
@@ -114,7 +114,7 @@ def pod(name: str, slices: int = 1) -> Pod:
         generation in KNOWN,
         f"--topology: {name!r}: there is no chip {generation!r} (known: {', '.join(KNOWN)})",
     )
-    wanted = CHIPS[generation].network.dimensions
+    wanted = CHIPS[generation].links.dimensions
     example = {2: "16x16", 3: "8x8x8"}[wanted]
     check(
         len(sizes) == wanted and min(sizes) > 0,

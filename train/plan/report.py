@@ -12,7 +12,16 @@ from train.plan.plan import Plan
 from train.plan.pods import DCN_LATENCY, GIB, LATENCY
 from train.runtime.flags import VARIABLE
 
+_WIDTH = 120
+"""The width of tables if there is no terminal."""
+
 _NO_FLAGS = "compiled without flags of the compiler"
+
+
+def new_console() -> Console:
+    """The terminal, or the standard output that stands in for it."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -36,7 +45,7 @@ def mesh_text(axes: dict[str, int]) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    unit = "half a chip" if plan.pod.network.devices > 1 else "a chip"
+    unit = "half a chip" if plan.pod.links.devices > 1 else "a chip"
     table = Table("", "GiB", "share", title=f"HBM of {unit}: {plan.pod.name}, {mesh_text(plan.axes)}")
     memory, hbm = plan.memory, plan.pod.hbm_bytes
     rows = {
@@ -97,7 +106,7 @@ def _title(plan: Plan) -> str:
 def _between_slices(plan: Plan) -> str:
     if plan.pod.slices == 1:
         return ""
-    return f" {plan.pod.network.dcn:g} GB/s of a chip to other slices, {DCN_LATENCY * 1e6:g} us (assumed) an exchange;"
+    return f" {plan.pod.links.dcn:g} GB/s of a chip to other slices, {DCN_LATENCY * 1e6:g} us (assumed) an exchange;"
 
 
 def assumptions(plan: Plan) -> str:
@@ -106,7 +115,7 @@ def assumptions(plan: Plan) -> str:
     clock = f"{pod.chip.gigahertz:g} GHz{' (assumed)' if pod.chip.clock_is_assumed else ''}"
     unknown = ", ".join(f"{name} x {count}" for name, count in plan.tally.unknown.items())
     return (
-        f"Predicted, not measured: compiler's cycles at {clock}; links of {pod.network.link:g} GB/s one way, "
+        f"Predicted, not measured: compiler's cycles at {clock}; links of {pod.links.link:g} GB/s one way, "
         f"{LATENCY * 1e6:g} us a hop;{_between_slices(plan)} every row one document; collectives overlap only what "
         "is between their start and their end in the compiled program; no input, no host, no stragglers."
         + (f" Not included, because unknown: {unknown}." if unknown else "")

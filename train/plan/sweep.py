@@ -50,58 +50,58 @@ class Candidate:
 
 
 def sweep(
-    config: Config, on: Pod, count: int, console: Console, flags: str | None = None
+    config: Config, pod: Pod, count: int, console: Console, flags: str | None = None
 ) -> list[tuple[Candidate, Plan | str]]:
     """Compiles `count` candidates and prints them, the fastest first; those that do not compile come last, with the
     reason.
 
     Raises ValueError if there is no candidate at all.
     """
-    found = sorted(candidates(config, on), key=lambda one: one.seconds)
-    chosen = [one for one in found if one.bytes <= on.hbm_bytes * _HEADROOM][:count]
+    found = sorted(candidates(config, pod), key=lambda one: one.seconds)
+    chosen = [one for one in found if one.bytes <= pod.hbm_bytes * _HEADROOM][:count]
     if not chosen:
         raise ValueError(
-            f"--sweep: none of {len(found)} ways to split the work over {on.name} fits into its memory; more chips, "
+            f"--sweep: none of {len(found)} ways to split the work over {pod.name} fits into its memory; more chips, "
             "more train.accumulate, or more train.loss_chunks would help"
         )
-    results = [(one, _attempt(one, on, console, flags)) for one in chosen]
+    results = [(one, _attempt(one, pod, console, flags)) for one in chosen]
     results.sort(key=lambda pair: pair[1].seconds if isinstance(pair[1], Plan) else float("inf"))
-    console.print(_table(results, on, len(found)))
-    console.print(f"All were {compiled_with(compiler_flags(on.generation, flags))}", highlight=False)
+    console.print(_table(results, pod, len(found)))
+    console.print(f"All were {compiled_with(compiler_flags(pod.generation, flags))}", highlight=False)
     return results
 
 
-def _attempt(one: Candidate, on: Pod, console: Console, flags: str | None) -> Plan | str:
+def _attempt(one: Candidate, pod: Pod, console: Console, flags: str | None) -> Plan | str:
     console.print(f"[dim]{one.name} ...[/dim]")
     try:
-        return make_plan(one.config, on, flags=flags)
+        return make_plan(one.config, pod, flags=flags)
     except (DoesNotCompile, ValueError) as error:
         return in_a_line(error, 400)
 
 
-def candidates(config: Config, on: Pod) -> Iterator[Candidate]:
+def candidates(config: Config, pod: Pod) -> Iterator[Candidate]:
     """All candidates that split evenly, by powers of two along each axis."""
-    devices = on.devices // on.slices
+    devices = pod.devices // pod.slices
     powers = [2**n for n in range(devices.bit_length()) if devices % 2**n == 0]
     for fsdp, context, tensor in itertools.product(powers, repeat=3):
         if devices % (fsdp * context * tensor):
             continue
         split = {"data": devices // (fsdp * context * tensor), "fsdp": fsdp, "context": context, "tensor": tensor}
-        axes = {"replica": on.slices, **split}
+        axes = {"replica": pod.slices, **split}
         for remat, strategy in itertools.product(REMAT, SWEPT if context > 1 else ("auto",)):
-            changed = _changed(config, axes, remat, strategy, on)
+            changed = _changed(config, axes, remat, strategy, pod)
             if changed is not None:
-                yield Candidate(changed, axes, rough_bytes(changed, axes), rough_seconds(changed, axes, on))
+                yield Candidate(changed, axes, rough_bytes(changed, axes), rough_seconds(changed, axes, pod))
 
 
-def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, on: Pod) -> Config | None:
+def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, pod: Pod) -> Config | None:
     """The config with these changes; None if it cannot be split this way."""
     mesh = dataclasses.replace(config.train.mesh, **axes)
     context = dataclasses.replace(config.train.context, strategy=strategy)
     train = dataclasses.replace(config.train, mesh=mesh, context=context)
     changed = dataclasses.replace(config, train=train, model=dataclasses.replace(config.model, remat=remat), stages=())
     try:
-        check_split(changed, on)
+        check_split(changed, pod)
     except ValueError:
         return None
     return changed
@@ -157,7 +157,7 @@ def _work(config: Config) -> float:
     return flops.total + again.get(config.model.remat, 0.0) / 3
 
 
-def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
+def rough_seconds(config: Config, axes: dict[str, int], pod: Pod) -> float:
     """A rough time of a step: the longest of work, links and exchange between slices, plus the waits of layers.
 
     Work runs at 60% of the peak. Over the links, parameters are gathered twice over `fsdp` and `context` and their
@@ -166,19 +166,19 @@ def rough_seconds(config: Config, axes: dict[str, int], on: Pod) -> float:
     ``train.accumulate`` parts. With `tensor`, every layer waits for four all-reduces of its tokens' activations.
     """
     decoder, tokens = decoder_config(config), _tokens(config, axes) * config.train.accumulate
-    work = _work(config) / (0.6 * on.chips * on.peak_flops)
-    link = 2e9 * on.network.link
+    work = _work(config) / (0.6 * pod.chips * pod.peak_flops)
+    link = 2e9 * pod.links.link
     per_layer = 2 * tokens * decoder.num_layers / link
     gathered = 6 * _all_parameters(decoder) / axes["tensor"] * config.train.accumulate / link
     inside = 8 * per_layer * decoder.model_dim * (axes["tensor"] > 1)
     around = 6 * per_layer * decoder.num_kv_heads * decoder.head_dim * (axes["context"] - 1)
-    shared = 4 * _all_parameters(decoder) * config.train.accumulate * on.slices / on.chips
-    crossed = shared * (on.slices - 1) / on.slices / (1e9 * on.network.dcn)
+    shared = 4 * _all_parameters(decoder) * config.train.accumulate * pod.slices / pod.chips
+    crossed = shared * (pod.slices - 1) / pod.slices / (1e9 * pod.links.dcn)
     return max(work, gathered * (_shards(axes) > 1) + around, crossed) + inside
 
 
-def _table(results: list[tuple[Candidate, Plan | str]], on: Pod, count: int) -> Table:
-    title = f"{len(results)} of {count} ways to run it on {on.name}, predicted"
+def _table(results: list[tuple[Candidate, Plan | str]], pod: Pod, count: int) -> Table:
+    title = f"{len(results)} of {count} ways to run it on {pod.name}, predicted"
     table = Table("mesh, remat, context", "HBM GiB", "step s", "MFU", "tokens/s/chip", title=title)
     for one, found in results:
         if isinstance(found, Plan):

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+from train.plan.hbm_traffic import is_lookup, moved_bytes
 from train.plan.hlo import Instruction, Module, inside
 from train.plan.kernels import Kernels
-from train.plan.moved import is_lookup, moved_bytes
-from train.plan.network import Fabric, Traffic, between_slices, kind_of
+from train.plan.network import Network, Traffic, between_slices, kind_of
 
 
 @dataclass
@@ -48,20 +48,20 @@ class Tally:
 
 
 @dataclass
-class Player:
-    """Simulates a program; every computation once."""
+class Simulator:
+    """Simulates a program, every computation once."""
 
     module: Module
-    fabric: Fabric
+    network: Network
     kernels: Kernels
-    _played: dict[str, Tally] = field(default_factory=dict)
+    _tallies: dict[str, Tally] = field(default_factory=dict)
 
-    def play(self, computation: str | None = None) -> Tally:
+    def run(self, computation: str | None = None) -> Tally:
         """The time of a computation; by default of the whole program."""
         name = computation or self.module.entry
-        if name not in self._played:
-            self._played[name] = _Walk(self, name, Tally()).through(self.module.computations[name])
-        return self._played[name]
+        if name not in self._tallies:
+            self._tallies[name] = _Walk(self, name, Tally()).through(self.module.computations[name])
+        return self._tallies[name]
 
     def seconds(self, computation: str, line: Instruction) -> float:
         """The time of an instruction that is neither a kernel nor a collective,
@@ -72,7 +72,7 @@ class Player:
         and 0 for others without cycles: scalars, and instructions that only name an array. The second is a lower bound
         for a look-up; rows shorter than one HBM access take longer.
         """
-        pod = self.fabric.pod
+        pod = self.network.pod
         if line.cycles is not None:
             return line.cycles * pod.seconds_per_cycle
         if not is_lookup(self.module, line):
@@ -88,7 +88,7 @@ class Player:
         """The collectives inside a fusion, or started by an instruction: kind, traffic and channel."""
         found = [(kind, part) for name in line.calls for part in self._inside(name) if (kind := _kind(name, part))]
         channel = r"channel_id=(\d+)"
-        return [(kind, self.fabric.traffic(part, kind), part.attribute(channel) or part.name) for kind, part in found]
+        return [(kind, self.network.traffic(part, kind), part.attribute(channel) or part.name) for kind, part in found]
 
     def _inside(self, name: str) -> list[Instruction]:
         return list(inside(self.module, name)) if name in self.module.computations else []
@@ -110,7 +110,7 @@ def _exchange(line: Instruction) -> str | None:
 class _Walk:
     """The simulation of one computation."""
 
-    player: Player
+    simulator: Simulator
     computation: str
     tally: Tally
     free: dict = field(default_factory=lambda: defaultdict(float))  # by axes and direction, when links are free again
@@ -135,7 +135,7 @@ class _Walk:
         elif line.opcode in ("call", "conditional"):
             self._branch(line)
         elif kind:
-            self._collective(line, kind, self.player.fabric.traffic(line, kind))
+            self._collective(line, kind, self.simulator.network.traffic(line, kind))
         elif line.opcode in ("async-start", "call-start"):  # the latter on the SparseCores of 7x
             self._asynchronous(line)
         elif between_slices(line):
@@ -148,37 +148,37 @@ class _Walk:
             self._compute(line)
 
     def _asynchronous(self, line: Instruction) -> None:
-        found = self.player.hidden_traffic(line)
+        found = self.simulator.hidden_traffic(line)
         for kind, traffic, _ in found:
             self._collective(line, kind, traffic)
         if not found:
             self._compute(line)
 
     def _loop(self, line: Instruction) -> None:
-        trips = self.player.module.trips(line)
+        trips = self.simulator.module.trips(line)
         if trips is None:
             self.tally.unknown[f"trips of {line.name}"] += 1
         body = line.attribute(r"body=%?([\w.\-]+)")
-        self.tally.add(self.player.play(body), 1 if trips is None else trips)
+        self.tally.add(self.simulator.run(body), 1 if trips is None else trips)
 
     def _branch(self, line: Instruction) -> None:
-        parts = {name: self.player.play(name) for name in line.calls}
+        parts = {name: self.simulator.run(name) for name in line.calls}
         longest = max(parts, key=lambda name: parts[name].seconds)
         self.tally.add(parts[longest])
         if len(parts) > 1:
             # Kernels in the branch are not scaled: their mean number of visited tiles includes the zero tiles of calls
             # in which the branch does not run.
-            spared = 1 - self.player.chance(longest)
+            spared = 1 - self.simulator.chance(longest)
             self.tally.compute -= spared * parts[longest].compute
             self.tally.exposed -= spared * parts[longest].exposed
 
     def _compute(self, line: Instruction) -> None:
         ends = [self._fused(line, *found) for found in self._hidden(line)]
-        self.tally.compute += self.player.seconds(self.computation, line)
+        self.tally.compute += self.simulator.seconds(self.computation, line)
         self._wait(max(ends, default=0.0))
 
     def _hidden(self, line: Instruction) -> list[tuple[str, Traffic, str]]:
-        found = self.player.hidden_traffic(line)
+        found = self.simulator.hidden_traffic(line)
         if found and line.opcode != "fusion":
             self.tally.unknown[f"collectives in a {line.opcode}"] += len(found)
             return []
@@ -200,7 +200,7 @@ class _Walk:
         return end
 
     def _kernel(self, line: Instruction) -> None:
-        seconds = self.player.kernels.seconds(line)
+        seconds = self.simulator.kernels.seconds(line)
         if seconds is None:
             self.tally.unknown[f"kernel {line.name.split('.')[0]}"] += 1
         self.tally.kernels += seconds or 0.0
@@ -230,7 +230,7 @@ class _Walk:
         elif line.opcode == "send":
             larger = max(halves, key=lambda half: sum(array.bytes for array in half.results))
             kind = between_slices(line)
-            end = self._start(kind, self.player.fabric.crossing(larger, kind))
+            end = self._start(kind, self.simulator.network.crossing(larger, kind))
             self.done |= {half.name: end for half in halves}
 
     def _start(self, kind: str, traffic: Traffic) -> float:

@@ -17,7 +17,7 @@ Product = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Network:
+class Links:
     """The links of a generation; bandwidths in GB/s, one way."""
 
     hbm_gib: float  # of a chip, as much as libtpu 0.0.42.1 lets programs use; the runtime keeps the rest
@@ -51,7 +51,7 @@ class Chip:
     bandwidth: float  # GB/s of HBM
     streaming: float  # GB/s that its compiler assumes for the sum of two float32 arrays (jax 0.10.2, libtpu 0.0.42.1)
     branch_slots: int  # bundles that still run after a branch
-    network: Network | None = None  # None if pods of this chip are not planned
+    links: Links | None = None  # None if pods of this chip are not planned
     clock_is_assumed: bool = False
 
     @property
@@ -62,7 +62,7 @@ class Chip:
     @property
     def device_streaming(self) -> float:
         """`streaming` of one device of jax: of a chip, or of half a chip."""
-        return self.streaming / (self.network.devices if self.network else 1)
+        return self.streaming / (self.links.devices if self.links else 1)
 
     @property
     def array(self) -> int:
@@ -89,12 +89,12 @@ class Chip:
 # (v5p) and 100 Gb/s for each chip by Google Cloud's pages of the chips.
 _ALL = (
     Chip("v4", 275e12, "v4:2x2x1", 2, 65_536, 1.05, 1228.0, 417.0, 1),
-    Chip("v5e", 197e12, "v5e:2x2", 1, 65_536, 1.5, 819.0, 471.0, 4, Network(15.75, 45, 3.125, 2)),
-    Chip("v5p", 459e12, "v5p:2x2x1", 2, 65_536, 1.75, 2765.0, 1235.0, 4, Network(95.74, 90, 6.25, 3)),
-    Chip("v6e", 918e12, "v6e:2x2", 1, 262_144, 1.75, 1640.0, 725.0, 4, Network(31.25, 90, 12.5, 2)),
+    Chip("v5e", 197e12, "v5e:2x2", 1, 65_536, 1.5, 819.0, 471.0, 4, Links(15.75, 45, 3.125, 2)),
+    Chip("v5p", 459e12, "v5p:2x2x1", 2, 65_536, 1.75, 2765.0, 1235.0, 4, Links(95.74, 90, 6.25, 3)),
+    Chip("v6e", 918e12, "v6e:2x2", 1, 262_144, 1.75, 1640.0, 725.0, 4, Links(31.25, 90, 12.5, 2)),
     Chip(
         *("7x", 2307e12, "tpu7x:2x2x1", 2, 262_144, 2.2, 7380.0, 6296.0, 6),
-        Network(189.5, 90, 12.5, 3, devices=2, within=540),
+        Links(189.5, 90, 12.5, 3, devices=2, within=540),
         clock_is_assumed=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""Goodput, rates, chips and their peaks, memory, the progress that is shown, and the bench of the loop."""
+"""Goodput, rates, chips and their peaks, memory, and the progress that is shown."""
 
 import json
 import time
@@ -10,13 +10,11 @@ import pytest
 from jax.experimental.pallas import tpu
 
 from train.config import parse
-from train.loop.step import Program
 from train.monitor.goodput import KINDS, Goodput, share
 from train.monitor.meter import Meter, count_chips, peak_memory_bytes
 from train.monitor.monitor import Monitor
 from train.monitor.progress import show_progress
 from train.runtime.chips import CHIPS, PEAK_FLOPS
-from train.workshop.bench_loop import WARM_BLOCKS, Seconds, TimedBlocks, bench_loop
 
 
 class Clock:
@@ -99,41 +97,6 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys
     bar = shown("alibi")
     assert "\x1b[" in bar
     assert "MFU 41.2%" in bar
-
-
-def test_blocks_of_the_loop_and_of_the_bare_step_take_turns_and_each_has_its_time():
-    clock, order = Clock(), []
-
-    def update(state, batch):
-        clock.now += 2.0
-        order.append(state)
-        return state, 0.0
-
-    blocks = TimedBlocks(3, clock=lambda: Seconds(clock.now, 10 * clock.now))
-    bare = Program(initialize=lambda: "bare", begin=None, update=update, loss=None, abstract=None)
-    measured, steps = blocks.around(bare), 3 * (WARM_BLOCKS + 2)
-    for step in range(steps + 1):
-        measured.update("loop", 0.0)
-        clock.now += 30.0 if step < 3 else 1.0  # the rest of the loop; its first block compiles
-    assert order == (["bare"] * 3 + ["loop"] * 3) * (WARM_BLOCKS + 2) + ["bare"] * 3 + ["loop"]
-    assert blocks.loop == [(32.0, 320.0)] + [(3.0, 30.0)] * (WARM_BLOCKS + 1)
-    assert blocks.medians() == ((3.0, 30.0), (2.0, 20.0))
-
-
-@pytest.mark.lab
-def test_a_loop_is_measured_as_fit_runs_it(tmp_path):
-    for index in range(6):
-        (tmp_path / f"{index}.txt").write_text(f"the {index}th of the texts, and not the longest of them. " * 8)
-    settings = {
-        "output": str(tmp_path / "runs"),
-        "data": {"source": "files", "paths": [f"{tmp_path}/*.txt"], "held_out": 0.2},
-        "model": {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16},
-        "train": {"length": 16, "batch_tokens": 128, "warmup_steps": 1, "log_every": 2, "mesh": {"data": 1}},
-        "monitor": {"profile": [1, 2], "evaluate_every": 3},
-    }
-    loop, bare = bench_loop(parse(settings))
-    assert min(*loop, *bare) > 0
-    assert not (tmp_path / "runs").exists()
 
 
 def test_every_second_is_of_one_kind_also_over_a_restart():

@@ -1,15 +1,15 @@
-"""Plans of configs on pods: kept steps, memory by kind, the predicted step, ways to split, the compiler's reports."""
+"""Plans of configs on pods: memory by kind, the predicted step, ways to split, the compiler's reports."""
 
 import importlib.util
 import io
 import itertools
-import json
 import os
 import subprocess
 import sys
 
 import jax
 import pytest
+from compiled_step import PROGRAM
 from flax import nnx
 from refusals import refused
 from rich.console import Console
@@ -17,92 +17,22 @@ from rich.console import Console
 from train.cli import WRONG_INPUT, main
 from train.config import load, parse
 from train.model.build import build_model
-from train.plan import kept
 from train.plan.compiling import CompiledStep, Memory, batch_of_evaluation, compiler_flags, out_of_memory
 from train.plan.largest import Allocation, largest
 from train.plan.plan import make_plan, plan_evaluation, plan_of
-from train.plan.pods import GIB, Pod, pod
+from train.plan.pods import GIB, Pod, pod_of
 from train.plan.report import assumptions, show
 from train.plan.sweep import candidates, sweep
 
 
 def test_pods_have_the_published_chips_and_rings():
-    assert pod("7x:4x4x4") == pod("tpu7x:4x4x4") == Pod("7x", (4, 4, 4))
-    assert (pod("7x:4x4x4").devices, pod("v5p:8x8x8").devices, pod("v5e:16x16").devices) == (128, 512, 256)
-    assert pod("v5p:2x2x1").peak_flops == pytest.approx(459e12, rel=1e-3)
-    four = pod("v5p:4x4x4", 4)
+    assert pod_of("7x:4x4x4") == pod_of("tpu7x:4x4x4") == Pod("7x", (4, 4, 4))
+    assert (pod_of("7x:4x4x4").devices, pod_of("v5p:8x8x8").devices, pod_of("v5e:16x16").devices) == (128, 512, 256)
+    assert pod_of("v5p:2x2x1").peak_flops == pytest.approx(459e12, rel=1e-3)
+    four = pod_of("v5p:4x4x4", 4)
     assert (four.name, four.slice_name, four.chips) == ("4 slices of v5p:4x4x4", "v5p:4x4x4", 256)
     rings = {"v5p:4x4x8": (True,) * 3, "v5p:2x4x4": (False,) * 3, "v6e:8x16": (False, True)}
-    assert {name: pod(name).rings for name in rings} == rings
-
-
-PROGRAM = """
-ENTRY %main (x: bf16[1024,256], w: bf16[256,1024]) -> bf16[1024,1024] {
-  %x = bf16[1024,256]{1,0} parameter(0)
-  %w = bf16[256,1024]{1,0} parameter(1)
-  %y = bf16[1024,1024]{1,0} convolution(%x, %w), dim_labels=bf_io->bf, \
-metadata={op_name="jit(step)/jvp(decoder)/layers/mlp/dot_general"}, backend_config={"estimated_cycles":"1750000"}
-  %k = bf16[1024,256]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"
-  ROOT %g = f32[1024]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
-}
-"""
-PLACES = [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0]]
-SIZES = {
-    "argument_size_in_bytes": 2 * GIB,
-    "temp_size_in_bytes": 3 * GIB,
-    "generated_code_size_in_bytes": 0,
-    "output_size_in_bytes": 5 * GIB,
-    "alias_size_in_bytes": 4 * GIB,
-}
-STEP = {"memory": SIZES, "axes": {"data": 1, "stage": 1, "fsdp": 4}, "coordinates": PLACES, "tokens": 4096}
-CUBE = pod("v6e:2x2")
-
-
-def folder(path, **changes):
-    """A step as another trainer keeps it."""
-    path.mkdir()
-    (path / "program.txt").write_text(PROGRAM)
-    content = {name: value for name, value in {**STEP, **changes}.items() if value is not None}
-    (path / "step.json").write_text(json.dumps(content))
-    return path
-
-
-def test_a_folder_of_another_trainer_is_read(tmp_path):
-    place = folder(tmp_path / "theirs")
-    found = kept.read(place, CUBE)
-    assert (found.name, found.tokens, found.schedules) == ("theirs", 4096, None)
-    assert found.step.axes == STEP["axes"]
-    assert found.step.coordinates[2] == (1, 1, 0, 0)
-    assert found.step.memory.total == 6 * GIB  # four of the five GiB of outputs reuse the memory of arguments
-    (place / "schedules").mkdir()
-    refused("program.txt", lambda: kept.read(tmp_path, CUBE))
-    assert kept.read(place, CUBE).schedules == place / "schedules"
-
-
-def test_what_is_kept_is_read_again(tmp_path):
-    memory = Memory(parameters=1, optimizer=2, batch=3, arguments=7, temp=11, program=13, kept=17)
-    step = CompiledStep(PROGRAM, memory, {"fsdp": 4}, tuple(map(tuple, PLACES)), "--xla_flag=1")
-    kept.keep(tmp_path / "new" / "ours", step, 4096)
-    found = kept.read(tmp_path / "new" / "ours", CUBE)
-    assert (found.step, found.tokens) == (step, 4096)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("memory", {"memory": None}),
-        ("memory", {"memory": {**SIZES, "temp_size_in_bytes": "much"}}),
-        ("step.coordinates[0][0]", {"coordinates": [["x"] * 4] * 4}),
-        ("coordinates", {"coordinates": PLACES[:3]}),
-        ("--topology", {"axes": {"fsdp": 2}, "coordinates": PLACES[:2]}),
-        ("tokens", {"tokens": -1}),
-        ("token", {"token": 8192}),
-    ],
-)
-def test_an_invalid_folder_is_refused(name, changes, tmp_path):
-    place = folder(tmp_path / "theirs", **changes)
-    refused("--against", lambda: kept.read(place, CUBE))
-    refused(name, lambda: kept.read(place, CUBE))
+    assert {name: pod_of(name).rings for name in rings} == rings
 
 
 @pytest.fixture
@@ -147,31 +77,6 @@ def test_mistakes_at_the_command_line_are_one_line(plan, name, arguments):
     assert output.err.count("\n") == 1
 
 
-def cells(output, row):
-    """The cells of the first table row that begins with `row`."""
-    line = next(line for line in output.splitlines() if line.startswith(f"│ {row} "))
-    return [cell.strip() for cell in line.strip("│").split("│")[1:]]
-
-
-def test_two_kept_steps_are_compared_without_a_compiler(plan, tmp_path):
-    first = folder(tmp_path / "first")
-    second = folder(tmp_path / "second", tokens=None, flags="--xla_flag=1")
-    (second / "program.txt").write_text(PROGRAM.replace("1750000", "3500000").replace("tpu_custom_call", "Buffer"))
-    status, output = plan("--topology", "v6e:2x2", "--against", str(first), "--against", str(second))
-    assert status == 0
-    output = output.out
-    assert cells(output, "MLP") == ["0.001 = 0.001 / 0 / 0", "0.002 = 0.002 / 0 / 0"]
-    assert cells(output, "attention kernels") == ["> 0 = 1 x unknown", "none"]
-    assert cells(output, "tokens of a step and chip") == ["1,024", "2,048"]
-    assert cells(output, "HBM GiB: temporaries") == ["3.00", "3.00"]
-    assert cells(output, "TFLOP executed, kernels left out") == ["0.0005369"] * 2  # 2 x 1024 x 256 x 1024
-    assert cells(output, "all-reduce f32")[0].startswith("1 x, 6.14e-06 GB")
-    assert cells(output, "step")[0].startswith("> ")
-    text = " ".join(output.split())
-    assert "kernel k x 1 of first" in text
-    assert 'LIBTPU_INIT_ARGS="--xla_flag=1"' in text
-
-
 TINY = """
 model: {num_layers: 2, model_dim: 256, num_heads: 2, vocab_size: 1024, compute_dtype: bfloat16, remat: full}
 train: {length: 1024, batch_tokens: 8192, mesh: {data: 2, fsdp: 2, tensor: 2}}
@@ -210,7 +115,7 @@ def test_the_plan_of_a_compiled_step_adds_its_memory_and_predicts_its_speed(long
     axes = {"replica": 1, "data": 1, "fsdp": 4, "context": 1, "tensor": 1}
     places = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (0, 1, 0, 0))
     step = CompiledStep(PROGRAM, memory, axes, places, "--xla_a=1", (Allocation(GIB, "f32[8,9]"),))
-    plan = plan_of(long_rows, pod("v6e:2x2"), step)
+    plan = plan_of(long_rows, pod_of("v6e:2x2"), step)
     assert (plan.memory.total, plan.memory.padding) == (7.375 * GIB, 0.5 * GIB)
     seconds = 0.001 + 2 * 4 * 1024 * 3 / 4 / (2 * 90e9) + 4e-6
     assert plan.seconds == pytest.approx(seconds)
@@ -226,7 +131,7 @@ def test_the_plan_of_a_compiled_step_adds_its_memory_and_predicts_its_speed(long
 
 
 def test_a_sweep_tries_what_can_be_split(long_rows):
-    found = {one.name: one for one in candidates(long_rows, pod("v5e:2x4"))}
+    found = {one.name: one for one in candidates(long_rows, pod_of("v5e:2x4"))}
     meshes = {tuple(one.axes.values()) for one in found.values()}
     # Four rows, four query heads: eight devices can share neither. Two key heads are repeated for four.
     powers = [(d, f, c, t) for d, f, c, t in itertools.product((1, 2, 4, 8), repeat=4) if d * f * c * t == 8]
@@ -238,10 +143,10 @@ def test_a_sweep_tries_what_can_be_split(long_rows):
 def test_a_sweep_without_a_compiler_says_so(long_rows, monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     console = Console(width=120, record=True, file=io.StringIO())
-    found = sweep(long_rows, pod("v6e:2x2"), 2, console, "--xla_a=1")
+    found = sweep(long_rows, pod_of("v6e:2x2"), 2, console, "--xla_a=1")
     assert ["pip install libtpu" in plan for _, plan in found] == [True, True]
     assert 'LIBTPU_INIT_ARGS="--xla_a=1"' in console.export_text()
-    refused("libtpu", lambda: make_plan(long_rows, pod("v6e:2x2")))
+    refused("libtpu", lambda: make_plan(long_rows, pod_of("v6e:2x2")))
 
 
 def test_the_longest_batch_of_an_evaluation_is_planned():
@@ -312,8 +217,8 @@ import jax, jax.numpy as jnp
 from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 from train.plan.compiling import devices_of
-from train.plan.pods import pod
-devices = mesh_utils.create_device_mesh((64,), devices=devices_of(pod("v5p:4x4x4")))
+from train.plan.pods import pod_of
+devices = mesh_utils.create_device_mesh((64,), devices=devices_of(pod_of("v5p:4x4x4")))
 mesh = jax.sharding.Mesh(devices, ("all",), axis_types=(jax.sharding.AxisType.Explicit,))
 x = jax.ShapeDtypeStruct((4096, 11008), jnp.bfloat16, sharding=NamedSharding(mesh, P("all")))
 whole = jax.jit(lambda x: jnp.sin(jax.sharding.reshard(x, NamedSharding(mesh, P()))))
@@ -337,7 +242,7 @@ def test_arrays_on_a_pod_with_rings_are_gathered():
 def test_the_evaluation_of_a_tiny_config_is_planned(tiny):
     """One row of a text, split over all eight chips; each has an eighth of the parameters."""
     sizes = ["evaluate.lengths=[8192]", "evaluate.tokens=8192", "evaluate.batch_tokens=8192"]
-    plan = plan_evaluation(load(tiny, sizes), pod("v5e:2x4"))
+    plan = plan_evaluation(load(tiny, sizes), pod_of("v5e:2x4"))
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(build_model(plan.config)))))
     assert plan.memory.parameters == 4 * count / 8
     assert plan.memory.optimizer == 0
@@ -347,7 +252,7 @@ def test_the_evaluation_of_a_tiny_config_is_planned(tiny):
 @pytest.mark.compile
 def test_a_tiny_config_is_planned_for_two_slices(tiny):
     settings = ("train.mesh={replica: 2, data: 1, fsdp: 8, tensor: 1}", "train.batch_tokens=16384")
-    plan = make_plan(load(tiny, settings), pod("v5e:2x4", 2))
+    plan = make_plan(load(tiny, settings), pod_of("v5e:2x4", 2))
     ((crossing, sent),) = [(axes, size) for (axes, _), size in plan.tally.moved.items() if "DCN" in axes]
     gradients = plan.memory.parameters / 4  # numbers per device; half of them are sent twice, in bfloat16 or float32
     assert crossing == "replica (DCN)"

@@ -10,23 +10,23 @@ from jax.sharding import PartitionSpec as P
 
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels
-from train.plan.network import Fabric
-from train.plan.pods import pod
-from train.plan.timeline import Player
+from train.plan.network import Network
+from train.plan.pods import pod_of
+from train.plan.timeline import Simulator
 
 MIB = 2**20
 
 
-def fabric(name, slices=1, **axes):
+def network(name, slices=1, **axes):
     """A mesh that lies over a slice in the order of the chips' coordinates."""
-    target = pod(name, slices)
-    sides = (*target.chips_along, *(1 for _ in range(3 - len(target.chips_along))), target.network.devices)
-    return Fabric(target, axes, tuple(itertools.product(*map(range, sides))))
+    target = pod_of(name, slices)
+    sides = (*target.chips_along, *(1 for _ in range(3 - len(target.chips_along))), target.links.devices)
+    return Network(target, axes, tuple(itertools.product(*map(range, sides))))
 
 
 def play(text, network):
     """The tally of a program without attention kernels."""
-    return Player(parse(text), network, Kernels(network.pod, lambda queries, keys: 1.0)).play()
+    return Simulator(parse(text), network, Kernels(network.pod, lambda queries, keys: 1.0)).run()
 
 
 def entry(*lines):
@@ -65,7 +65,7 @@ def test_bytes_by_axis_of_a_program_with_known_collectives():
     text = run.lower(jax.ShapeDtypeStruct((8 * NUMBERS,), jnp.float32)).compile().as_text()
     size = 4 * NUMBERS
     for program in (text, text.replace("known_trip_count", "count")):  # the second has only the loop's counter
-        tally = play(program, fabric("v5e:2x4", rows=ROWS, columns=COLUMNS))
+        tally = play(program, network("v5e:2x4", rows=ROWS, columns=COLUMNS))
         assert tally.moved == {
             ("columns", "all-reduce"): 5 * 2 * size * 3 / 4,
             ("rows", "collective-permute"): 5 * size,
@@ -105,7 +105,7 @@ def test_a_collective_alone_takes_the_time_of_its_links(place, axes, kind, group
     written = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
     name = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
     line = parse(entry(f"%g = f32[{MIB}]{{0}} {kind}(%x), {name}={{{written}}}")).named["main"]["g"]
-    found = fabric(place, **axes).traffic(line, kind)
+    found = network(place, **axes).traffic(line, kind)
     assert found.axes == over
     assert found.seconds == pytest.approx(4 * MIB * of_a_byte + hops * 1e-6)
 
@@ -134,7 +134,7 @@ OFFLOADED = (  # to the sparse cores
 @pytest.mark.parametrize("halves", [STARTED, SPREAD, OFFLOADED], ids=["started", "spread", "offloaded"])
 def test_what_is_started_early_hides_behind_work_and_counts_once(halves, cycles):
     beside = work(cycles).replace("%none", "%gather") if halves is SPREAD else work(cycles)
-    tally = play(GATHER + entry(halves[0], beside, halves[1], work(3000)), fabric("v5e:1x4", ring=4))
+    tally = play(GATHER + entry(halves[0], beside, halves[1], work(3000)), network("v5e:1x4", ring=4))
     assert tally.moved == {("ring", "all-gather"): 4 * MIB * 3 / 4}
     assert tally.compute == pytest.approx((cycles + 3000) / 1.5e9)
     assert tally.seconds == pytest.approx(max(4 * MIB * 3 / 4 / 45e9 + 4e-6, cycles / 1.5e9) + 2e-6)
@@ -142,7 +142,7 @@ def test_what_is_started_early_hides_behind_work_and_counts_once(halves, cycles)
 
 def test_collectives_in_an_unknown_instruction_are_reported():
     text = GATHER + entry(OFFLOADED[0].replace("call-start", "sent-elsewhere"))
-    assert play(text, fabric("v5e:1x4", ring=4)).unknown == {"collectives in a sent-elsewhere": 1}
+    assert play(text, network("v5e:1x4", ring=4)).unknown == {"collectives in a sent-elsewhere": 1}
 
 
 def half(opcode, kind="ALL_REDUCE", count=262144, status="ISSUE", name="all-reduce.8"):
@@ -160,7 +160,7 @@ def crossing(first, second, cycles=0, more=()):
     """The tally of a step over four slices with both halves around some work."""
     done = (f"%{name}-done = token[] {name}-done(%{name}.all-reduce.8), channel_id=2" for name in ("send", "recv"))
     lines = [line for line in (first, work(cycles), second, *more, *done) if line]
-    return play(entry(*lines), fabric("v5e:2x4", slices=4, replica=1, fsdp=8))
+    return play(entry(*lines), network("v5e:2x4", slices=4, replica=1, fsdp=8))
 
 
 SENT = 2 * MIB * 3 / 4
@@ -182,7 +182,7 @@ def test_what_is_deferred_or_sent_late_hides_behind_nothing():
 def test_exchanges_at_once_share_the_wait_for_hosts_and_devices_of_a_chip_its_way_out():
     others = half("send", name="all-reduce.9"), half("recv", name="all-reduce.9")
     assert crossing(half("send"), half("recv"), more=others).seconds == pytest.approx(2 * SENT / 3.125e9 + 1e-4)
-    halves = play(entry(half("send"), half("recv")), fabric("7x:2x2x1", slices=2, replica=1, fsdp=8))
+    halves = play(entry(half("send"), half("recv")), network("7x:2x2x1", slices=2, replica=1, fsdp=8))
     assert halves.seconds == pytest.approx(MIB / (12.5e9 / 2) + 1e-4)
 
 
@@ -204,6 +204,6 @@ def test_a_sum_of_which_a_part_is_cut_out_is_scattered():
 }
 """
     text = inner + entry("%f = f32[256]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1")
-    tally = play(text, fabric("v5e:1x4", ring=4))
+    tally = play(text, network("v5e:1x4", ring=4))
     assert tally.moved == {("ring", "reduce-scatter"): 4 * 1024 * 3 / 4}
     assert tally.exposed == tally.seconds == pytest.approx(4 * 1024 * 3 / 4 / 45e9 + 4e-6)

@@ -1,0 +1,96 @@
+"""Measures calls of torch: scaled_dot_product_attention, and FlexAttention compiled. Imports no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from train.lab.gpu.jobs import DOCUMENT, FORWARD, WINDOW, Job, Options, Shape, milliseconds
+
+
+class Measurements:
+    """The calls of torch on the GPU, or on the CPU if torch finds none."""
+
+    def __init__(self, jobs: Sequence[Job], options: Options):
+        self._row_seconds = options.row_seconds
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._compiled = None, None  # what was compiled last, for both directions of a shape
+
+    def about(self) -> dict[str, str]:
+        """The platform: ``gpu`` or ``cpu``."""
+        return {"platform": "gpu" if self._device == "cuda" else "cpu"}
+
+    def works(self) -> bool:
+        """Whether the device still computes: after some errors it does no more."""
+        try:
+            self._wait(torch.ones(8, device=self._device) + 1)
+        except RuntimeError:
+            return False
+        return True
+
+    def measure(self, job: Job) -> dict[str, float]:
+        """The time of a job in milliseconds."""
+        attend = self._attention(job.library, job.shape)
+        *qkv, cotangent = self._tensors(job.shape)
+
+        def run():
+            out = attend(*qkv)
+            return out if job.what == FORWARD else torch.autograd.grad(out, qkv, cotangent)
+
+        try:
+            return {"ms": milliseconds(run, self._wait, self._row_seconds)}
+        finally:
+            if self._device == "cuda":
+                torch.cuda.empty_cache()  # memory for the other processes
+
+    def _wait(self, _: Any) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def _tensors(self, shape: Shape) -> list[torch.Tensor]:
+        """q, k, v, which want gradients, and a cotangent: ``[1, heads, length, size]`` in bfloat16."""
+        torch.manual_seed(0)
+        size = (1, shape.heads, shape.length, shape.size)
+        tensors = [torch.randn(size, device=self._device, dtype=torch.bfloat16) for _ in range(4)]
+        for tensor in tensors[:3]:
+            tensor.requires_grad_()
+        return tensors
+
+    def _attention(self, library: str, shape: Shape) -> Callable:
+        """The attention of a library, a function of q, k and v."""
+        if library == "torch sdpa":
+            return partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+        known, attend = self._compiled
+        if known != shape:
+            torch._dynamo.reset()  # after a few shapes torch would compile no more, and run slowly
+            attend = self._flex(shape)
+            self._compiled = shape, attend
+        return attend
+
+    def _flex(self, shape: Shape) -> Callable:
+        def causal(batch, head, i, j):
+            return i >= j
+
+        def window(batch, head, i, j):
+            return (i >= j) & (i - j < WINDOW)
+
+        documents = torch.arange(shape.length, device=self._device) // DOCUMENT
+
+        def packed(batch, head, i, j):
+            return (i >= j) & (documents[i] == documents[j])
+
+        slopes = [2 ** (-8 * (head + 1) / shape.heads) for head in range(shape.heads)]
+        slopes = torch.tensor(slopes, device=self._device)
+
+        def alibi(score, batch, head, i, j):
+            return score - slopes[head] * (i - j)
+
+        mask = {"window": window, "packed": packed}.get(shape.form, causal)
+        block_mask = create_block_mask(mask, None, None, shape.length, shape.length, device=self._device)
+        score_mod = alibi if shape.form == "alibi" else None
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return partial(compiled, score_mod=score_mod, block_mask=block_mask)

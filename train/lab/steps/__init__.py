@@ -1,0 +1,1 @@
+"""Compares compiled steps of any trainer: what their parts execute and move, and what kernels cost."""

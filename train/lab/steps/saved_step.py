@@ -1,0 +1,137 @@
+"""A compiled step of any trainer, saved in a folder, so that steps can be compared without compiling.
+
+    program.txt    the optimised program: ``compiled.as_text()``
+    step.json      {"memory": sizes of ``compiled.memory_analysis()`` in bytes, by its names,
+                    "axes":   ``dict(mesh.shape)``,
+                    "coordinates": ``[[*device.coords, device.core_on_chip], ...]``, of the mesh's devices in its order}
+    schedules/     the compiler's dump of its kernels, if there are some that are not ours
+
+`step.json` may also have ``"tokens"``, the tokens of a step over all devices, and ``"flags"``, the compiler's flags.
+Other keys are errors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posjax._checks import check
+from train.config.typed import section
+from train.plan.compiling import CompiledStep, Memory
+from train.plan.pods import Pod
+from train.runtime.lines import in_a_line
+
+PROGRAM, STEP, SCHEDULES = "program.txt", "step.json", "schedules"
+
+_SIZES = {
+    "arguments": "argument_size_in_bytes",
+    "temp": "temp_size_in_bytes",
+    "program": "generated_code_size_in_bytes",
+    "kept": "output_size_in_bytes",
+}
+"""Fields of `Memory`, and their names in ``compiled.memory_analysis()``. Results that reuse an argument's memory are
+subtracted from ``kept``."""
+
+_ALIAS = "alias_size_in_bytes"
+_OURS = ("parameters", "optimizer", "batch")  # fields of `Memory` that only our own files have
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A compiled step, as a folder holds it."""
+
+    name: str
+    step: CompiledStep
+    tokens: int | None = None  # of a step, over all devices
+    schedules: Path | None = None
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """The content of ``step.json``."""
+
+    memory: Mapping = field(default_factory=dict)
+    axes: Mapping = field(default_factory=dict)
+    coordinates: tuple[tuple[int, ...], ...] = ()
+    tokens: int | None = None
+    flags: str | None = None
+
+    def __post_init__(self):
+        check(
+            all(_is_number(self.memory.get(name)) for name in _SIZES.values()),
+            f"step.memory: expected the bytes of {', '.join(_SIZES.values())}, found {self.memory!r:.200}",
+        )
+        check(
+            bool(self.axes) and all(isinstance(size, int) and size > 0 for size in self.axes.values()),
+            f'step.axes: expected sizes by name, as in {{"fsdp": 256}}, found {self.axes!r:.200}',
+        )
+        devices = math.prod(self.axes.values())
+        check(
+            bool(self.coordinates)
+            and all(len(each) == 4 for each in self.coordinates)
+            and devices % len(self.coordinates) == 0,
+            f"step.coordinates: expected [x, y, z, core] of each of the {devices} devices of the mesh, or of those of "
+            f"a slice, found {len(self.coordinates)}: {self.coordinates!r:.200}",
+        )
+        check(
+            self.tokens is None or self.tokens > 0,
+            f"step.tokens: expected those of a step over all devices, found {self.tokens}",
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def save(folder: Path, step: CompiledStep, tokens: int) -> None:
+    """Writes a step of ours. Raises OSError for a folder that cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {name: getattr(step.memory, key) for key, name in _SIZES.items()}
+    ours = {name: getattr(step.memory, name) for name in _OURS}
+    values = {
+        "memory": {**sizes, **ours},
+        "axes": step.axes,
+        "coordinates": step.coordinates,
+        "tokens": tokens,
+        "flags": step.flags,
+    }
+    (folder / PROGRAM).write_text(step.text, encoding="utf-8")
+    (folder / STEP).write_text(json.dumps(values), encoding="utf-8")
+
+
+def read(folder: Path, pod: Pod) -> SavedStep:
+    """The step that a folder holds.
+
+    Raises ValueError for a folder without a step, or with a step that was compiled for another pod than `pod`.
+    """
+    for name in (PROGRAM, STEP):
+        check((folder / name).is_file(), f"--against: {folder}: expected {PROGRAM} and {STEP}, found no {name}")
+    file = _step_file(folder / STEP)
+    devices = pod.devices // pod.slices
+    check(
+        len(file.coordinates) == devices,
+        f"--against: {folder / STEP}: coordinates: expected those of the {devices} devices of {pod.slice_name}, found "
+        f"{len(file.coordinates)}; --topology must be the pod that the step was compiled for",
+    )
+    text = (folder / PROGRAM).read_text(encoding="utf-8")
+    step = CompiledStep(text, _memory(file.memory), dict(file.axes), file.coordinates, file.flags)
+    schedules = folder / SCHEDULES
+    found = schedules if schedules.is_dir() else None
+    return SavedStep(folder.name, step, file.tokens, found)
+
+
+def _step_file(path: Path) -> StepFile:
+    try:
+        return section(json.loads(path.read_text(encoding="utf-8")), StepFile, "step")
+    except ValueError as error:
+        raise ValueError(f"--against: {path}: {in_a_line(error, 400)}") from None
+
+
+def _memory(sizes: Mapping[str, float]) -> Memory:
+    found = {key: sizes[name] for key, name in _SIZES.items()}
+    found["kept"] -= min(found["kept"], sizes.get(_ALIAS, 0))
+    return Memory(**found, **{name: sizes.get(name, 0.0) for name in _OURS})
