@@ -2,7 +2,7 @@
 
 from train.config.config import Config
 from train.config.differences import differences
-from train.config.reading import dump, load, load_values, migrated, parse, parse_saved, parse_text, to_dict
+from train.config.reading import dump, load, load_values, parse, parse_text, to_dict
 from train.config.settings.compare import CompareConfig
 from train.config.settings.data import DataConfig
 from train.config.settings.evaluate import EvaluateConfig
