@@ -24,8 +24,7 @@ from train.runtime.lines import in_a_line
 from train.runtime.paths import names_in, write_file
 
 FOLDER = "checksums"
-_BLOCK = 1 << 24  # bytes read at a time
-_READERS = 8  # files read at a time; zlib's CRC-32 lets other threads run
+_READERS = 8  # files read at a time
 
 
 class File(NamedTuple):
@@ -151,12 +150,4 @@ def _share(names: Mapping | list[str], process: int, processes: int) -> list[str
 def _checksums(folder: Path, names: list[str]) -> list[int]:
     """The CRC-32 of each file."""
     with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(lambda name: _checksum(folder / name), names))
-
-
-def _checksum(file: Path) -> int:
-    checksum = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
+        return list(readers.map(lambda name: zlib.crc32((folder / name).read_bytes()), names))
