@@ -5,7 +5,9 @@ as bytes, and ``run``, the same JSON as in a permanent checkpoint, each with the
 checkpoint can be used if every process has it, complete, from the same position in the data, and the devices of each
 process hold the same shards again.
 
-Orbax' emergency manager cannot be used here: it needs at least two replicas, and a run may have one.
+Orbax' managers for this (0.12.8) are experimental and do less. The emergency manager needs at least two replicas, and a
+run may have one. The multi-tier manager restores changed values without a word, and each process takes the newest step
+on its own disk.
 """
 
 import json
