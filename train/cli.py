@@ -132,7 +132,7 @@ def search(path: str, overrides: Sequence[str], length: int, **sizes: int) -> No
 def verify(path: str, overrides: Sequence[str]) -> int:
     """read every checkpoint of a run completely, and report damage"""
     directory = _run_of(path, overrides)
-    from train.checkpoint.verify import verify
+    from train.checkpoint.reading import verify
     from train.runtime.distributed import print_once, processes
 
     with processes():

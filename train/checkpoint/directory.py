@@ -1,13 +1,16 @@
-"""A run's directory: what it may hold, whether it belongs to a config, and the config that it was made with."""
+"""A run's directory: what it may hold, whether it belongs to a config, the config that it was made with, and what it
+keeps of the released model that it started from: ``config.json`` and the tokenizer."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 from posjax.nn.huggingface.files import reaching
+from posjax.nn.huggingface.load import CONFIG
+from posjax.nn.huggingface.save import files_beside
 from train import report
-from train.checkpoint.kept import KEPT, keep_files
 from train.checkpoint.steps import finished_steps
-from train.config import Config, differences, dump, parse_text
+from train.config import Config, differences, dump, own_tokenizer, parse_text
 from train.runtime.distributed import decide
 from train.runtime.lines import Listed
 from train.runtime.machine import own_versions
@@ -18,6 +21,9 @@ FOUND = "longrope.json"
 
 RESULTS = "results.jsonl"
 """The file in which a comparison or a study keeps its rows."""
+
+KEPT = "released"
+"""Where a run keeps the files of the model that it started from."""
 
 LOCAL_MARK = "local.txt"
 """A name that distinguishes the local checkpoints of a run from those of an earlier run in the same directory."""
@@ -97,3 +103,34 @@ def refuse_another(saved: Config, found: Config, where: str) -> None:
     changed = differences(saved, found)
     if changed:
         raise ValueError(f"{where} belongs to another config: {'; '.join(changed)}. Choose another name to keep both")
+
+
+def keep_files(config: Config, directory: Path) -> None:
+    """Copies ``config.json`` and the tokenizer of the model under ``init`` into a run.
+
+    So the run can be used and exported without the model.
+    """
+    folder = directory / KEPT
+    folder.mkdir(parents=True, exist_ok=True)
+    own = config.data.tokenizer == own_tokenizer(config.init.path)
+    beside = files_beside(config.init.path) if own else {}
+    files = {**beside, CONFIG: json.dumps(dict(config.init.values), indent=2).encode()}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def with_moved_tokenizer(saved: Config, found: Config) -> Config:
+    """``found``; if the run used the model's own tokenizer, with the tokenizer of the model that ``init`` names now."""
+    own = bool(found.init.path) and saved.data.tokenizer == own_tokenizer(saved.init.path) == found.data.tokenizer
+    return _with_tokenizer(found, own_tokenizer(found.init.path)) if own else found
+
+
+def with_kept_tokenizer(config: Config, directory: Path) -> Config:
+    """The config of a run with the tokenizer that `keep_files` kept, unless the run has another one."""
+    kept = directory / KEPT / "tokenizer.json"
+    own = bool(config.init.path) and config.data.tokenizer == own_tokenizer(config.init.path)
+    return _with_tokenizer(config, str(kept)) if own and kept.is_file() else config
+
+
+def _with_tokenizer(config: Config, location: str) -> Config:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=location))

@@ -14,7 +14,7 @@ from posjax.nn.huggingface.files import open_location
 from posjax.nn.huggingface.load import CONFIG, is_released
 from posjax.nn.huggingface.save import COPIED, files_beside
 from posjax.scheme import uniform
-from train.checkpoint.kept import KEPT
+from train.checkpoint.directory import KEPT
 from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore
 from train.config import Config, SchemeConfig, own_tokenizer
 from train.config.settings.checks import check

@@ -7,7 +7,7 @@ arrays; for files of arrays the checksum that an object store (such as Google's)
 The processes share the work. Of n processes, number p seals the files whose name's own CRC-32 is p modulo n, so the
 processes need no coordination. It writes ``checksums/p-of-n.json`` into the folder, after all else: ``{"files": {name:
 [bytes, checksum]}, "arrays": {name: digest}}``. A folder is complete when all n of these exist and everything matches
-them. Any number of processes can check it. Earlier versions sealed the CRC-32 of every file, and no digests.
+them. Any number of processes can check it.
 """
 
 import json
@@ -24,8 +24,7 @@ from train.runtime.lines import in_a_line
 from train.runtime.paths import names_in, write_file
 
 FOLDER = "checksums"
-_BLOCK = 1 << 24  # bytes read at a time
-_READERS = 8  # files read at a time; zlib's CRC-32 lets other threads run
+_READERS = 8  # files read at a time
 
 
 class File(NamedTuple):
@@ -65,8 +64,7 @@ def _holds_values(name: str) -> bool:
 def problem(folder: Path, process: int = 0, processes: int = 1) -> str:
     """The first problem in this process's share of a folder, in a few words; empty if there is none.
 
-    All names and sizes are compared first, which takes one listing; then the checksums of the share. For a checkpoint
-    that this version saved, no array is read.
+    All names and sizes are compared first, which takes one listing; then the checksums of the share. No array is read.
 
     Raises OSError for what cannot be read, for example when the network is down: that is not damage.
     """
@@ -108,7 +106,7 @@ def _changed(name: str) -> str:
 def differing(folder: Path, arrays: Mapping[str, int]) -> list[str]:
     """The problems of arrays that were read, found by their digests."""
     expected = read_seal(folder).arrays
-    other = [name for name, digest in arrays.items() if expected.get(name, digest) != digest]
+    other = [name for name, digest in arrays.items() if expected.get(name) != digest]
     return [f"the values of the array {name} have changed since they were saved" for name in other]
 
 
@@ -139,7 +137,7 @@ def read_seal(folder: Path) -> Seal:
         try:
             values = json.loads(part.read_bytes())
             whole.files.update(values["files"])
-            whole.arrays.update(values.get("arrays", {}))
+            whole.arrays.update(values["arrays"])
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{FOLDER}/{part.name} is unreadable") from None
     return whole
@@ -152,12 +150,4 @@ def _share(names: Mapping | list[str], process: int, processes: int) -> list[str
 def _checksums(folder: Path, names: list[str]) -> list[int]:
     """The CRC-32 of each file."""
     with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(lambda name: _checksum(folder / name), names))
-
-
-def _checksum(file: Path) -> int:
-    checksum = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
+        return list(readers.map(lambda name: zlib.crc32((folder / name).read_bytes()), names))

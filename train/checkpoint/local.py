@@ -5,7 +5,9 @@ as bytes, and ``run``, the same JSON as in a permanent checkpoint, each with the
 checkpoint can be used if every process has it, complete, from the same position in the data, and the devices of each
 process hold the same shards again.
 
-Orbax' emergency manager cannot be used here: it needs at least two replicas, and a run may have one.
+Orbax' managers for this (0.12.8) are experimental and do less. The emergency manager needs at least two replicas, and a
+run may have one. The multi-tier manager restores changed values without a word, and each process takes the newest step
+on its own disk.
 """
 
 import json
@@ -27,7 +29,7 @@ import numpy as np
 from train.checkpoint.directory import LOCAL_MARK
 from train.checkpoint.manager import Checkpoint
 from train.checkpoint.steps import tell
-from train.config import Config, differences, parse_saved, to_dict
+from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
 from train.runtime.distributed import decide, gather
 from train.runtime.lines import in_a_line
@@ -131,7 +133,7 @@ class LocalCheckpoints:
             run = self._run(step)
             if any(run[key] != self._said[key] for key in ("mark", "corpora")):
                 return "of another run"
-            if changed := differences(parse_saved(run["config"]), self._config):
+            if changed := differences(parse(run["config"]), self._config):
                 return changed[0]
             found = _problem_of_arrays(self._folder / str(step) / _ARRAYS, states[run["stage"]])
         except Exception as error:  # zipfile and NumPy raise errors of any kind for a damaged file

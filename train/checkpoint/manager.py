@@ -34,7 +34,7 @@ from train.checkpoint.steps import (
     stages_of,
     tell_passed,
 )
-from train.config import Config, differences, parse, parse_saved, to_dict
+from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
 from train.runtime.distributed import collect, decide, gather, is_loss
 from train.runtime.paths import check_checkpoints
@@ -84,7 +84,7 @@ class Checkpoints:
             return None
         run = decide(lambda: read_run(self._folder, self._newest))
         where = f"the checkpoint of step {self._newest} in {self._folder}"
-        refuse_another(parse_saved(run["config"]), self._config, where)
+        refuse_another(parse(run["config"]), self._config, where)
         if run["corpora"] != self._corpora:
             raise ValueError(f"{where} was trained on other text: the corpus has changed since; choose another name")
         return Checkpoint(self._newest, run["stage"], run["stream"])

@@ -12,8 +12,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from posjax.nn import from_pretrained, logical_axes
 from posjax.nn.huggingface.files import reaching
 from posjax.nn.huggingface.load import is_gguf, is_released
-from train.checkpoint.directory import check_one_run, read_config
-from train.checkpoint.kept import with_kept_tokenizer, with_moved_tokenizer
+from train.checkpoint.directory import check_one_run, read_config, with_kept_tokenizer, with_moved_tokenizer
 from train.checkpoint.manager import whole_steps
 from train.checkpoint.reading import Damaged, read_whole
 from train.checkpoint.steps import read_run, tell_passed

@@ -12,10 +12,8 @@ from train.config.settings.checks import check, check_seed, unknown
 from train.config.settings.compare import CompareConfig
 from train.config.settings.data import DataConfig
 from train.config.settings.evaluate import EvaluateConfig
-from train.config.settings.init import InitConfig
-from train.config.settings.model import ModelConfig, SchemeConfig
+from train.config.settings.model import InitConfig, ModelConfig, SchemeConfig, StageConfig
 from train.config.settings.monitor import MonitorConfig
-from train.config.settings.stage import StageConfig
 from train.config.settings.train import TrainConfig
 from train.config.typed import changed, plain, scheme
 from train.runtime.paths import check_output, path

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.config.config import Config
-from train.config.settings.init import own_tokenizer
+from train.config.settings.model import own_tokenizer
 from train.config.typed import plain
 
 # Keys that may change between the start of a run and its resumption without changing any number of the training.

@@ -18,13 +18,6 @@ from train.config.settings.checks import check
 from train.config.typed import plain, section
 from train.runtime.paths import path
 
-_RENAMED = {"far": "remap", "trains": "trainable"}
-"""Keys that earlier versions saved, and their current names."""
-_WITH_AXES = ("mixed", "rope-tie")
-"""Methods whose option ``num_axes`` was ``axes``."""
-_WITH_SLOTS = ("scheme", "schemes", "extend")
-"""Sections with slots of a scheme, of which ``training_positions`` was ``positions``."""
-
 
 def load(location: str | Path, overrides: Sequence[str] = (), kind: type = Config) -> Any:
     """Reads a YAML file, local or at a URL, applies ``key.path=value`` overrides, and checks everything.
@@ -54,46 +47,10 @@ def load_values(values: dict[str, Any], overrides: Sequence[str] = (), kind: typ
 
 
 def parse_text(text: str, where: str, kind: type = Config) -> Any:
-    """A config from YAML text that `dump` wrote, in this version or an earlier one; `where` names it in errors."""
+    """A config from YAML text that `dump` wrote; `where` names it in errors."""
     values = _read_yaml(text, where)
     check(isinstance(values, dict), f"{where}: a config is a mapping of keys to values, found {values!r}")
-    return parse_saved(values, kind)
-
-
-def parse_saved(values: Mapping[str, Any], kind: type = Config) -> Any:
-    """A config from the mapping that this version or an earlier one saved."""
-    return parse(migrated(values), kind)
-
-
-def migrated(saved: Any, section: str = "") -> Any:
-    """What an earlier version saved under the key `section`, with the current names.
-
-    Options of own methods keep their names, and so do the values of a released model's ``config.json``.
-    """
-    if isinstance(saved, list):
-        return [migrated(value, section) for value in saved]
-    if not isinstance(saved, dict) or section == "values":
-        return saved
-    names = _RENAMED | _names_of_section(saved, section)
-    return _with_todays_values({names.get(key, key): migrated(value, key) for key, value in saved.items()})
-
-
-def _names_of_section(saved: dict[str, Any], section: str) -> dict[str, str]:
-    names = {"vocabulary": "vocab_size"} if section == "model" else {}
-    if saved.get("name") in _WITH_AXES:
-        names["axes"] = "num_axes"
-    if section in _WITH_SLOTS and isinstance(saved.get("positions"), dict):
-        names["positions"] = "training_positions"
-    return names
-
-
-def _with_todays_values(spec: dict[str, Any]) -> dict[str, Any]:
-    """The section with current values. First tokens were called ``sinks``; the layout ``striped`` is gone."""
-    if spec.get("layout") == "striped":
-        return {**spec, "layout": "auto"}
-    if spec.get("name") in ("streaming", "lambda") and isinstance(spec.get("sinks"), int):
-        return {"first" if key == "sinks" else key: value for key, value in spec.items()}
-    return {**spec, "name": "first-tokens"} if spec.keys() == {"name", "count"} and spec["name"] == "sinks" else spec
+    return parse(values, kind)
 
 
 def parse(values: Mapping[str, Any], kind: type = Config) -> Any:

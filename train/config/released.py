@@ -11,7 +11,7 @@ from posjax.nn.huggingface import read_config
 from posjax.nn.huggingface.family import reach
 from posjax.nn.huggingface.load import read_values
 from train.config.settings.checks import check, unknown
-from train.config.settings.init import own_tokenizer
+from train.config.settings.model import own_tokenizer
 
 _HOW = ("compute_dtype", "remat", "scan_layers", "implementation")
 """Keys of the model that say how it is computed; for these the config takes precedence."""

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from train.config.settings.checks import check, unknown
-from train.config.settings.init import InitConfig
-from train.config.settings.model import SchemeConfig
-from train.config.settings.stage import StageConfig
+from train.config.settings.model import InitConfig, SchemeConfig, StageConfig
 
 Section = TypeVar("Section")
 

@@ -8,11 +8,11 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from posjax._checks import IS_POINTER, POINTER
+from train.config.settings.checks import nearest
 from train.data.storage import is_url, open_url, optional
 from train.runtime.lines import in_a_line
 
@@ -170,8 +170,7 @@ def _kind(value: Any) -> str:
 
 
 def _no_key(text_key: str, keys: list[str]) -> str:
-    near = get_close_matches(text_key, keys, n=1)
-    hint = f"; did you mean data.text_key={near[0]}?" if near else ""
+    hint = nearest(text_key, keys, "data.text_key={}")
     return f"no text under {text_key!r}, found keys {reprlib.repr(keys)}{hint}"
 
 

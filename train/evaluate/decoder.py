@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from posjax import nn
-from posjax._checks import check
 from posjax.attention.placement import Placement
 from posjax.training_positions import PositionSample
+from train.config.settings.checks import check
 from train.evaluate.mesh import computed, placement, split_cache, with_whole_head
 from train.evaluate.predictor import NOT_FINITE, Predictor, RowLayout, best
 from train.model.mesh import BATCH_AXES

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
 from posjax import nn
-from posjax._checks import check
 from posjax.scheme.choices import check_reach
 from train.checkpoint.restore import config_of, entry_in_stage, restore
+from train.config.settings.checks import check
 from train.data.tokenizer import Tokenizer, ends_of_text, load_tokenizer
 from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
 from train.evaluate.mesh import mesh_for, on, whole

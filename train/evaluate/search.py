@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from posjax import rotary
-from posjax._checks import check
 from posjax.positions import as_array
 from posjax.rotary import LongRoPE, longrope
 from posjax.scheme import Scheme
 from train.checkpoint.directory import FOUND
 from train.checkpoint.restore import config_of, is_run, restore, results_of
 from train.config import Config, EvaluateConfig
+from train.config.settings.checks import check
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, on, whole
 from train.evaluate.predictor import next_nll

@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int32
 
 from posjax import nn
-from posjax._checks import check
 from posjax.attention.placement import Placement
 from posjax.layout import Layout
 from posjax.nn.huggingface import read_config
@@ -18,7 +17,7 @@ from posjax.nn.huggingface.load import named_parameters
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.presets import scheme, scheme_options
 from train.config import Config, SchemeConfig
-from train.config.settings.checks import check_chunks
+from train.config.settings.checks import check, check_chunks
 from train.data.tokenizer import load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES

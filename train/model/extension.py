@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posjax import rotary
-from posjax._checks import check
 from posjax.rotary import FrequencyRule
 from posjax.rotary.scalings import yarn_magnitude
 from posjax.scheme import Layers, Scheme
+from train.config.settings.checks import check
 
 Sizes = Callable[[int, int], dict[str, Any]]
 

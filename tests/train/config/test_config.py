@@ -1,4 +1,4 @@
-"""The config: typed values, overrides, the names of earlier versions, and mistakes that are named by their key."""
+"""The config: typed values, overrides, and mistakes that are named by their key."""
 
 import dataclasses
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 import yaml
 from refusals import refused
 
-from train.config import Config, SchemeConfig, differences, dump, load, migrated, parse, parse_text, to_dict
+from train.config import Config, SchemeConfig, differences, dump, load, parse, to_dict
 
 NTK = {"name": "rope", "label": "rope, far", "extend": {"frequencies": {"name": "dynamic-ntk"}}}
 FULL = {
@@ -64,37 +64,6 @@ def test_a_stage_reads_its_own_text():
     assert [len(data.mixture) for data in found] == [0, 2, 0, 0]
     assert [data.source for data in found] == ["files", "files", "stdlib", "stdlib"]
     assert {data.packing for data in found} == {"best-fit"}
-
-
-def far(slot, **options):
-    return {"name": "rope", "extend": {slot: options}}
-
-
-@pytest.mark.parametrize(
-    ("saved", "today"),
-    [
-        ({"train": {"context": {"layout": "striped"}}}, {}),
-        ({"model": {"vocabulary": 300}}, {"model": {"vocab_size": 300}}),
-        ({"stages": [{}, {"train": {"trains": ["embed"]}}]}, {"stages": [{}, {"train": {"trainable": ["embed"]}}]}),
-        ({"scheme": {"name": "mixed", "axes": 3}}, {"scheme": {"name": "mixed", "num_axes": 3}}),
-        ({"scheme": far("far", name="rerope")}, {"scheme": far("remap", name="rerope")}),
-        ({"compare": {"schemes": [far("far", name="s")]}}, {"compare": {"schemes": [far("remap", name="s")]}}),
-        ({"scheme": far("remap", name="streaming", sinks=4)}, {"scheme": far("remap", name="streaming", first=4)}),
-        ({"scheme": far("mask", name="lambda", sinks=4)}, {"scheme": far("mask", name="lambda", first=4)}),
-        ({"scheme": far("mask", name="sinks", count=4)}, {"scheme": far("mask", name="first-tokens", count=4)}),
-        ({"scheme": far("sinks", name="learned")}, {"scheme": far("sinks", name="learned")}),
-        ({"scheme": far("positions", name="pose")}, {"scheme": far("training_positions", name="pose")}),
-    ],
-    ids=str,
-)
-def test_what_an_earlier_version_saved_has_the_names_of_today(saved, today):
-    assert parse_text(yaml.safe_dump(saved), "config.yaml") == parse(today)
-
-
-def test_options_of_own_methods_keep_their_names():
-    own = {"name": "mine", "positions": 4, "axes": 2, "vocabulary": 3}
-    saved = {"init": {"values": {"vocabulary": 3, "far": 1}}, "scheme": own | {"mask": own}}
-    assert migrated(saved) == saved
 
 
 def test_differences_name_only_what_decides_the_training():

@@ -10,7 +10,7 @@ from posjax import rotary
 from posjax.attention.sharded import Placement
 from posjax.layout import Layout
 from train.config import SchemeConfig, parse
-from train.config.settings.init import InitConfig
+from train.config.settings.model import InitConfig
 from train.model.build import (
     build_scheme,
     check_model,

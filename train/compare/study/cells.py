@@ -13,7 +13,7 @@ import numpy as np
 from posjax.nn.huggingface.files import is_local, open_location
 from posjax.nn.huggingface.load import is_gguf
 from train.checkpoint.directory import RESULTS
-from train.config import CompareConfig, Config, MeshConfig, SchemeConfig, migrated
+from train.config import CompareConfig, Config, MeshConfig, SchemeConfig
 from train.config.settings.checks import check, unknown
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.saved import write_rows
@@ -178,14 +178,14 @@ def _file_digest(name: str) -> str:
 
 
 def finished_rows(directory: Path) -> list[dict[str, Any]]:
-    """The finished results, also of earlier versions. An incomplete last line, left by an interruption, is dropped."""
+    """The finished results. An incomplete last line, left by an interruption, is dropped."""
     location = directory / RESULTS
     lines = location.read_text(encoding="utf-8").split("\n") if location.exists() else [""]
-    return [migrated(json.loads(line)) for line in lines[:-1] if line]
+    return [json.loads(line) for line in lines[:-1] if line]
 
 
 def append_row(directory: Path, row: Mapping[str, Any]) -> None:
-    """Adds a result. The file is written anew: an incomplete last line is dropped, old rows get the current names."""
+    """Adds a result. The file is written anew: an incomplete last line is dropped."""
     write_rows(directory / RESULTS, [*finished_rows(directory), row])
 
 

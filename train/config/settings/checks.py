@@ -13,10 +13,17 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_positive(section: str, owner: Any, *names: str) -> None:
-    """Raises unless the named settings of a section are all above 0."""
+    """Raises unless the named settings of a section are all above 0, or None."""
     for name in names:
         value = getattr(owner, name)
-        check(value > 0, f"{section}.{name} must be positive, found {value}")
+        check(value is None or value > 0, f"{section}.{name} must be positive, found {value}")
+
+
+def check_not_negative(section: str, owner: Any, *names: str) -> None:
+    """Raises unless the named settings of a section are all at least 0."""
+    for name in names:
+        value = getattr(owner, name)
+        check(value >= 0, f"{section}.{name} must not be negative, found {value}")
 
 
 def check_row_length(name: str, value: int) -> None:
@@ -35,10 +42,10 @@ def unknown(path: str, found: Any, known: Sequence[str], what: str) -> ValueErro
     return ValueError(f"{path}: unknown {what} {found!r}{nearest(str(found), known)} (known: {', '.join(listed)})")
 
 
-def nearest(found: str, known: Sequence[str]) -> str:
-    """The part of a message that suggests the nearest known name; empty if no name is near."""
+def nearest(found: str, known: Sequence[str], form: str = "{!r}") -> str:
+    """The part of a message that suggests the nearest known name, in a form; empty if no name is near."""
     near = get_close_matches(found, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"; did you mean {form.format(near[0])}?" if near else ""
 
 
 def divisor_near(number: int, most: int) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from train.config.settings.checks import check, check_distinct, check_positive, check_seed
+from train.config.settings.checks import check, check_distinct, check_not_negative, check_positive, check_seed
 from train.config.settings.model import SchemeConfig
 
 
@@ -32,7 +32,7 @@ class SweepConfig:
 
     def __post_init__(self):
         check_seed("compare.sweep.seed", self.seed)
-        check(self.extensions >= 0, f"compare.sweep.extensions must not be negative, found {self.extensions}")
+        check_not_negative("compare.sweep", self, "extensions")
         check(bool(self.position_factor), "compare.sweep.position_factor is empty; [1] would work")
         for name in ("learning_rate", "position_factor"):
             values = getattr(self, name)
@@ -62,9 +62,8 @@ class CompareConfig:
 
     def __post_init__(self):
         check_positive("compare", self, "texts", "together")
-        from_zero = {"scored": self.scored, "processes": self.processes, "search.length": self.search.length}
-        for name, found in from_zero.items():
-            check(found >= 0, f"compare.{name} must not be negative, found {found}")
+        check_not_negative("compare", self, "scored", "processes")
+        check_not_negative("compare.search", self.search, "length")
         check_positive("compare.search", self.search, "population", "iterations")
         check(bool(self.seeds), "compare.seeds is empty: name at least one seed")
         for seed in self.seeds:

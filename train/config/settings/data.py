@@ -62,7 +62,7 @@ class DataConfig:
         )
         for number, part in enumerate(self.mixture):
             check(bool(part.paths), f"data.mixture[{number}].paths is empty: name its files, or globs of them")
-            check(part.weight > 0, f"data.mixture[{number}].weight must be positive, found {part.weight}")
+            check_positive(f"data.mixture[{number}]", part, "weight")
 
     @property
     def parts(self) -> tuple[SourceConfig, ...]:

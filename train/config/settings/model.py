@@ -1,4 +1,4 @@
-"""The shape of the model and its position scheme."""
+"""The model: the released one that it starts from, its shape, its position scheme, and what a stage changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from train.config.settings.checks import check, check_positive
+from train.config.settings.checks import check_positive
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    """A released model: a folder in the layout of Hugging Face, at a path or URL, or a GGUF file.
+
+    In a config ``init: PATH`` is enough. `values` are those of its ``config.json``, filled in when the config is read.
+    """
+
+    path: str = ""
+    values: Mapping = field(default_factory=dict)
+
+
+def own_tokenizer(path: str) -> str:
+    """The path of the tokenizer of a released model."""
+    return path if path.endswith(".gguf") else f"{path.rstrip('/')}/tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -72,9 +88,7 @@ class ModelConfig:
     implementation: str | None = None  # the attention backend; None picks the best one that supports the scheme
 
     def __post_init__(self):
-        check_positive("model", self, "num_layers", "model_dim", "num_heads")
-        size = self.vocab_size
-        check(size is None or size > 0, f"model.vocab_size must be positive, found {size}")
+        check_positive("model", self, "num_layers", "model_dim", "num_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -104,3 +118,14 @@ class SchemeConfig:
     def trained(self) -> SchemeConfig:
         """The entry as it is trained, without label, extension or stage. Entries that agree here share one training."""
         return SchemeConfig(self.name, options=self.options, train=self.train)
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """What a stage changes: keys of ``train`` and ``data``, the scheme, or options of the current scheme."""
+
+    name: str = ""
+    train: Mapping = field(default_factory=dict)
+    data: Mapping = field(default_factory=dict)
+    scheme: SchemeConfig | None = None
+    extend: Mapping = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from train.config.settings.checks import check
+from train.config.settings.checks import check, check_not_negative
 
 
 @dataclass(frozen=True)
@@ -23,5 +23,4 @@ class MonitorConfig:
     def __post_init__(self):
         first_and_last = len(self.profile) in (0, 2) and list(self.profile) == sorted(self.profile)
         check(first_and_last, f"monitor.profile must be [first step, last step], found {list(self.profile)}")
-        for name in ("evaluate_every", "evaluate_tokens", "watchdog_seconds"):
-            check(getattr(self, name) >= 0, f"monitor.{name} must not be negative, found {getattr(self, name)}")
+        check_not_negative("monitor", self, "evaluate_every", "evaluate_tokens", "watchdog_seconds")

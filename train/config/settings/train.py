@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from train.config.settings.checks import check, check_fraction, check_positive, check_row_length, divisor_near, unknown
+from train.config.settings.checks import (
+    check,
+    check_fraction,
+    check_not_negative,
+    check_positive,
+    check_row_length,
+    divisor_near,
+    unknown,
+)
 
 STRATEGY_NAMES = ("auto", "ring", "all-gather", "ulysses", "ring-ulysses", "neighbour")
 
@@ -110,11 +118,10 @@ class TrainConfig:
     def __post_init__(self):
         check_positive("train", self, "length", "batch_tokens", "learning_rate", "clip_norm")
         check_row_length("train.length", self.length)
-        check(self.steps >= 0, f"train.steps must be at least 0, found {self.steps}")
         check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
         check_positive("train", self, "accumulate", "loss_chunks", "stop_after_skips")
-        for name in ("z_loss", "spike_factor", "stop_loss", "redraw_every", "weight_decay", "local_every"):
-            check(getattr(self, name) >= 0, f"train.{name} must not be negative, found {getattr(self, name)}")
+        check_not_negative("train", self, "steps", "z_loss", "spike_factor", "stop_loss", "redraw_every")
+        check_not_negative("train", self, "weight_decay", "local_every")
         for name in ("beta1", "beta2", "mask_rate"):
             check_fraction(f"train.{name}", getattr(self, name))
         check(
