@@ -24,11 +24,12 @@ from train import cli
 from train.checkpoint.restore import restore, restore_model
 from train.config import parse
 from train.data.tokenizer import load_tokenizer
-from train.evaluate.saved import evaluation_documents, read_rows
+from train.evaluate.saved import evaluation_documents
 from train.evaluate.windows import full_pieces, last_windows
 from train.loop.fit import fit, initial_parameters
 from train.model.extension import completed
 from train.model.mesh import make_mesh
+from train.runtime.rows import read_rows
 
 
 @pytest.fixture(scope="module", autouse=True)

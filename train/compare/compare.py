@@ -24,11 +24,12 @@ from train.config.typed import changed
 from train.data.cache import TOKENS
 from train.evaluate.about import about, read_versions
 from train.evaluate.perplexity import Perplexity
-from train.evaluate.saved import check_causal, evaluation_documents, read_rows, write_rows
+from train.evaluate.saved import check_causal, evaluation_documents
 from train.model.build import as_released, check_model, evaluated_scheme, learned_positions
 from train.model.convert import check_continues
 from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
+from train.runtime.rows import read_rows, write_rows
 
 TRIALS = "trials.jsonl"
 

@@ -22,9 +22,8 @@ from typing import IO
 
 from rich.console import Console
 
-from train.checkpoint.directory import RESULTS
-from train.compare.training import ASKED, ERROR
-from train.config import CompareConfig, Config, parse_text, to_dict
+from train.compare.training import ERROR, finished
+from train.config import CompareConfig, Config, to_dict
 from train.monitor.logs import read_metrics
 from train.monitor.progress import show_share
 from train.runtime.paths import is_local, look_anew, python_path
@@ -33,15 +32,6 @@ Group = Sequence[Config]
 """Trainings of one scheme that run as one program."""
 
 _TRAINED = 0.8  # the share of a training's time that is over when its last step is done, and it is measured; a guess
-
-
-def finished(training: Config) -> bool:
-    """Whether the training's directory holds the results of exactly this config."""
-    asked = training.directory / ASKED
-    results = training.directory / RESULTS
-    if not (results.is_file() and asked.is_file()):
-        return False
-    return parse_text(asked.read_text(encoding="utf-8"), str(asked)) == training
 
 
 def run_trainings(

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from train.checkpoint.directory import RESULTS, is_started
-from train.config import Config, dump, parse
-from train.evaluate.saved import SavedRun, evaluation_documents, measure_runs, write_rows
+from train.config import Config, dump, parse, parse_text
+from train.evaluate.saved import SavedRun, evaluation_documents, measure_runs
 from train.loop.fit import Diverged, fit
 from train.loop.together import fit_together
 from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
+from train.runtime.rows import write_rows
 
-ASKED = "member.yaml"  # the config that the results belong to
+_ASKED = "member.yaml"  # the config that the results belong to
 ERROR = "error: "  # begins the line with the error on standard error
 DIVERGED = "training diverged"
 _COSTS = ("train_tokens_per_second", "peak_memory_bytes", "train_seconds", "tokens_per_second")
@@ -74,7 +75,15 @@ def _fit(config: Config, trial: bool, shown: bool) -> bool:
 def _write(config: Config, rows: list) -> None:
     config.directory.mkdir(parents=True, exist_ok=True)
     write_rows(config.directory / RESULTS, rows)
-    write_file(config.directory / ASKED, dump(config))
+    write_file(config.directory / _ASKED, dump(config))
+
+
+def finished(config: Config) -> bool:
+    """Whether the training's directory holds the results of exactly this config."""
+    asked = config.directory / _ASKED
+    if not (asked.is_file() and (config.directory / RESULTS).is_file()):
+        return False
+    return parse_text(asked.read_text(encoding="utf-8"), str(asked)) == config
 
 
 def main() -> int:

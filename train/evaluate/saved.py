@@ -1,7 +1,6 @@
 """Measures saved runs: the rows of `train.report`, from a run directory."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,8 @@ from train.monitor.logs import read_metrics
 from train.report.families import family
 from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.distributed import decide
-from train.runtime.paths import path, write_file
+from train.runtime.paths import path
+from train.runtime.rows import read_rows, write_rows
 
 EVALUATION = "evaluation.jsonl"
 
@@ -290,13 +290,3 @@ def check_causal(config: Config) -> None:
             "model.causal is false: a masked-token model gives a text no probability, so it has no perplexity to "
             "measure; train with model.causal=true to evaluate or compare"
         )
-
-
-def write_rows(location: Path, rows: Sequence[report.Row]) -> None:
-    """Writes rows as JSON lines, atomically."""
-    write_file(location, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_rows(location: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines."""
-    return [json.loads(line) for line in location.read_text(encoding="utf-8").splitlines()]

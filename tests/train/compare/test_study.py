@@ -21,7 +21,7 @@ from train.compare.compare import compare
 from train.compare.study import measure as measuring
 from train.compare.study import run as running
 from train.compare.study import run_study
-from train.compare.study.cells import cells_of, digest_of_model, finished_rows, is_to_be_searched, result
+from train.compare.study.cells import cells_of, digest_of_model, is_to_be_searched, result
 from train.compare.study.report import findings, tables
 from train.config import dump, load, parse
 from train.data.tokenizer import load_tokenizer
@@ -30,6 +30,7 @@ from train.evaluate.predictor import next_nll
 from train.evaluate.tasks import Vocabulary
 from train.model.build import evaluated_scheme
 from train.model.extension import completed
+from train.runtime.rows import read_rows
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 
@@ -108,7 +109,7 @@ def log_probabilities(decoder, tokens):
 
 
 def test_the_losses_are_those_of_the_extended_model(released, values, study):
-    rows = finished_rows(study[0])
+    rows = read_rows(study[0] / RESULTS)
     text = running.read_texts(parse(values))[0]
     for label, extend in (("as released", {}), ("YaRN", {"frequencies": pj.rotary.YaRN(2.0, LENGTH, base=500.0)})):
         decoder = released[1].with_scheme(released[1].config.scheme.extend(**extend))
@@ -129,7 +130,7 @@ def test_the_losses_are_those_of_the_extended_model(released, values, study):
 def test_pass_keys_count_if_every_token_is_the_likeliest(released, values, study):
     """And their loss is that of the key's tokens."""
     vocabulary = Vocabulary(load_tokenizer(parse(values).data))
-    rows = [row for row in finished_rows(study[0]) if row["kind"] == "passkey" and row["label"] == "as released"]
+    rows = [row for row in read_rows(study[0] / RESULTS) if row["kind"] == "passkey" and row["label"] == "as released"]
     assert [(row["length"], row["depth"]) for row in rows] == [(256, 0.0), (256, 1.0)]
     for row in rows:
         right, losses = [], []
@@ -148,7 +149,7 @@ def test_pass_keys_count_if_every_token_is_the_likeliest(released, values, study
 
 
 def test_factors_are_searched_on_text_that_no_cell_reads(values, study):
-    rows = finished_rows(study[0])
+    rows = read_rows(study[0] / RESULTS)
     tried = [row for row in rows if row["kind"] == "search"]
     assert 4 <= len(tried) <= 6
     (row, _) = (r for r in rows if r["kind"] == "text" and r["label"] == "LongRoPE" and r["length"] == 64)
@@ -165,7 +166,7 @@ def test_factors_are_searched_on_text_that_no_cell_reads(values, study):
 def test_what_is_finished_is_not_done_again(values, study, tmp_path):
     """Numbers written by hand stay, and decide: cells are not measured again, nor rules of the search tried again."""
     shutil.copytree(study[0], tmp_path / "study")
-    kept = [row for row in finished_rows(study[0]) if row["kind"] != "found"]
+    kept = [row for row in read_rows(study[0] / RESULTS) if row["kind"] != "found"]
     tried = [row for row in kept if row["kind"] == "search"]
     tried[-1]["nll"] = 0.5
     kept = [row for row in kept if row.get("label") != "LongRoPE"]
@@ -173,7 +174,7 @@ def test_what_is_finished_is_not_done_again(values, study, tmp_path):
     lines = "".join(f"{json.dumps(row)}\n" for row in kept)
     (tmp_path / "study" / RESULTS).write_text(lines + '{"kind": "te')  # the last line was cut off
     directory, _ = studied(values, tmp_path)
-    after = finished_rows(directory)
+    after = read_rows(directory / RESULTS)
     assert after[: len(kept)] == kept
     (found,) = (row for row in after if row["kind"] == "found")
     assert found["options"]["long_factor"] == json.loads(tried[-1]["rule"])[0]
@@ -182,10 +183,10 @@ def test_what_is_finished_is_not_done_again(values, study, tmp_path):
 
 def test_more_extensions_are_added_and_the_report_is_of_the_config_alone(values, study, tmp_path):
     shutil.copytree(study[0], tmp_path / "study")
-    before = finished_rows(study[0])
+    before = read_rows(study[0] / RESULTS)
     more = {**values["compare"], "schemes": [PLAIN, YARN, LONG, REROPE], "only": ["ReRoPE"]}
     directory, printed = studied(values, tmp_path, compare=more, evaluate={**EVALUATE, "lengths": [64]})
-    after = finished_rows(directory)
+    after = read_rows(directory / RESULTS)
     assert after[: len(before)] == before
     assert [(row["label"], row["length"]) for row in after[len(before) :]] == [("ReRoPE", 64)] * 2
     assert "At 64 tokens" in printed
@@ -197,7 +198,7 @@ def cells(config):
 
 
 def test_another_option_text_or_model_is_another_cell(released, values, study, tmp_path):
-    rows = finished_rows(study[0])
+    rows = read_rows(study[0] / RESULTS)
     assert all(result(cell, rows) for cell in cells(parse(values)))
     factor = released_as("YaRN", frequencies={"name": "yarn", "factor": 8.0})
     for change in (
@@ -219,7 +220,7 @@ def test_the_page_has_a_sentence_for_each_length_a_table_and_versions(values, st
     page, output = (study[0] / "index.html").read_text(), study[1]
     # Up to the model's own length YaRN changes nothing, so there its cells are not measured again.
     measured = [
-        row["length"] for row in finished_rows(study[0]) if row.get("label") == "YaRN" and row["kind"] == "text"
+        row["length"] for row in read_rows(study[0] / RESULTS) if row.get("label") == "YaRN" and row["kind"] == "text"
     ]
     assert set(measured) == {64}
     assert "At 64 tokens" in output
@@ -269,7 +270,7 @@ def test_what_does_not_fit_the_model_is_reported_and_the_rest_is_measured(tmp_pa
     for part in ("as released at 64: ", "YaRN at 64: frequencies", "LongRoPE at 64: search rescales plain RoPE"):
         assert part in page
     assert "LongRoPE: search rescales plain RoPE" in printed
-    assert [(row["label"], row["length"], row["error"]) for row in finished_rows(directory)] == [
+    assert [(row["label"], row["length"], row["error"]) for row in read_rows(directory / RESULTS)] == [
         ("as released", 16, None)
     ]
 
@@ -280,7 +281,7 @@ def test_a_loss_that_is_not_finite_is_an_error(tmp_path, values):
         (tmp_path / name).unlink()
     save_pretrained(nnx.merge(nnx.graphdef(decoder), jax.tree.map(lambda x: x * np.nan, nnx.state(decoder))), tmp_path)
     directory, _ = studied(values, tmp_path / "runs", init=str(tmp_path), **small())
-    (row,) = finished_rows(directory)
+    (row,) = read_rows(directory / RESULTS)
     assert "finite" in row["error"]
 
 
@@ -296,7 +297,7 @@ def test_what_needs_more_memory_is_left_for_a_larger_machine(values, tmp_path, m
     monkeypatch.setattr(running, "measure", measured)
     monkeypatch.setattr("train.compare.study.search.search_factors", exhausted)
     directory, printed = studied(values, tmp_path, **small(PLAIN, LONG, lengths=[16, 64]))
-    assert [(row["label"], row["length"]) for row in finished_rows(directory)] == [("as released", 16)]
+    assert [(row["label"], row["length"]) for row in read_rows(directory / RESULTS)] == [("as released", 16)]
     assert "LongRoPE: more memory is needed" in printed
     assert "more memory is needed" in (directory / "index.html").read_text()
 

@@ -15,9 +15,10 @@ from train.checkpoint.directory import check_run
 from train.checkpoint.restore import config_of, restore_model
 from train.config import load
 from train.evaluate.mesh import mesh_for
-from train.evaluate.saved import EVALUATION, evaluate, evaluation_documents, last_length, read_rows
+from train.evaluate.saved import EVALUATION, evaluate, evaluation_documents, last_length
 from train.evaluate.windows import pieces, whole_windows
 from train.loop.fit import fit
+from train.runtime.rows import read_rows
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 

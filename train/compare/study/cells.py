@@ -1,22 +1,19 @@
-"""The cells of a study, in the order of measurement, and the file with finished results."""
+"""The cells of a study, in the order of measurement."""
 
 import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posjax.nn.huggingface.files import is_local, open_location
 from posjax.nn.huggingface.load import is_gguf
-from train.checkpoint.directory import RESULTS
 from train.config import CompareConfig, Config, MeshConfig, SchemeConfig
 from train.config.settings.checks import check, unknown
 from train.data.tokenizer import load_tokenizer
-from train.evaluate.saved import write_rows
 from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
 from train.evaluate.windows import ending
@@ -175,18 +172,6 @@ def _is_weights(name: str) -> bool:
 def _file_digest(name: str) -> str:
     with open(name, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def finished_rows(directory: Path) -> list[dict[str, Any]]:
-    """The finished results. An incomplete last line, left by an interruption, is dropped."""
-    location = directory / RESULTS
-    lines = location.read_text(encoding="utf-8").split("\n") if location.exists() else [""]
-    return [json.loads(line) for line in lines[:-1] if line]
-
-
-def append_row(directory: Path, row: Mapping[str, Any]) -> None:
-    """Adds a result. The file is written anew: an incomplete last line is dropped."""
-    write_rows(directory / RESULTS, [*finished_rows(directory), row])
 
 
 def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

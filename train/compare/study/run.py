@@ -19,12 +19,10 @@ from train.compare.study import report
 from train.compare.study.cells import (
     Cell,
     StudyText,
-    append_row,
     cells_of,
     check_entries,
     chosen_entries,
     digest_of_model,
-    finished_rows,
     is_to_be_searched,
     result,
     scored,
@@ -42,6 +40,7 @@ from train.model.extension import completed
 from train.monitor.cache import enable_compilation_cache
 from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.paths import write_file
+from train.runtime.rows import append_row, read_rows
 
 
 def run_study(config: Config, console: Console | None = None) -> Path:
@@ -66,7 +65,7 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     enable_compilation_cache(config.monitor.compilation_cache)
     keep_memory_on_cpu()
     mesh = mesh_for(config, rows=1)
-    study = _Study(config, model_digest, texts, search, directory, console, finished_rows(directory), mesh)
+    study = _Study(config, model_digest, texts, search, directory, console, read_rows(directory / RESULTS), mesh)
     try:
         study.run(chosen)
     finally:
@@ -114,7 +113,7 @@ class _Study:
         row = {**cell.key, "error": None, **found}
         self.rows.append(row)
         if "seconds" in found:
-            append_row(self.directory, row)
+            append_row(self.directory / RESULTS, row)
         return _in_words(row)
 
     def _searched(self, entry: SchemeConfig, model: nnx.Module) -> SchemeConfig:
@@ -139,7 +138,7 @@ class _Study:
         return entry if found is None else with_factors(entry, found)
 
     def _keep(self, row: Mapping[str, Any]) -> None:
-        append_row(self.directory, row)
+        append_row(self.directory / RESULTS, row)
         self.rows.append(row)
 
     def _log(self, entry: SchemeConfig, line: str) -> None:

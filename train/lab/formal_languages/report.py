@@ -1,6 +1,5 @@
 """Every scheme on every language: the numbers, tables for the terminal, and a figure."""
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,8 @@ from train.lab.formal_languages.config import LanguagesConfig
 from train.lab.formal_languages.generators import LANGUAGES
 from train.lab.formal_languages.trainer import check_fit, train_and_test
 from train.report import ends, style
-from train.runtime.paths import path, write_file
+from train.runtime.paths import path
+from train.runtime.rows import write_rows
 
 
 def run(config: LanguagesConfig) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def run(config: LanguagesConfig) -> list[dict[str, Any]]:
         console.print(f"[dim]{name}: {entry.label}, {time.perf_counter() - start:.0f} s[/dim]")
         about = {"language": name, "level": LANGUAGES[name].level, "label": entry.label, "seed": config.seed}
         rows += [about | {"length": length, "accuracy": accuracy} for length, accuracy in found.items()]
-        write_file(directory / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(directory / "results.jsonl", rows)
     for name in config.languages:
         console.print(table(name, rows, config))
     (directory / "figure.png").write_bytes(draw(rows, config))
