@@ -37,7 +37,7 @@ from train.data.sources import all_documents
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import mesh_for
 from train.evaluate.tasks import Vocabulary, check_tasks
-from train.model.build import check_vocabulary, own_length
+from train.model.build import Setup, check_vocabulary, own_length
 from train.model.extension import completed
 from train.monitor.cache import enable_compilation_cache
 from train.runtime.allocator import keep_memory_on_cpu
@@ -57,8 +57,9 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     check_entries(config)
     chosen = chosen_entries(config)
     _check_schemes(config)
-    check_vocabulary(config)
-    check_tasks(config.evaluate, Vocabulary(load_tokenizer(config.data)))
+    setup = Setup(config)
+    check_vocabulary(setup)
+    check_tasks(config.evaluate, Vocabulary(setup.tokenizer))
     texts, model_digest = read_texts(config), digest_of_model(config)
     search = _search(config, model_digest, chosen)
     directory = config.directory
