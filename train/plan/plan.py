@@ -132,6 +132,6 @@ def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
     """
     if set(axes) != set(AXES):
         return float("inf")
-    placed = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
+    placed = Setup(config, AbstractMesh(tuple(axes.values()), tuple(axes))).placement
     width = placed.ulysses if "ring-ulysses" in placed.strategies else 1
     return width * config.train.length / placed.layout.shards if placed.layout.reorders else float("inf")
