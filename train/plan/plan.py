@@ -65,9 +65,10 @@ def check_split(config: Config, pod: Pod) -> None:
     check_slices(sizes, pod.slices)
     check_rows(sizes, train.rows // train.accumulate)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    decoder = Setup(config).decoder
+    setup = Setup(config, mesh)
+    decoder = setup.decoder
     for scheme in set(decoder.layers.kinds):
-        Setup(config, mesh).placement.check(
+        setup.placement.check(
             sizes,
             batch=train.rows // train.accumulate,
             length=train.length,
