@@ -4,29 +4,37 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
-from train.report import curves, figure, grids, reached
-from train.report.findings import findings
-from train.report.groups import MOST, baseline
+from train.report import figures
 from train.report.numbers import (
     FEW,
     FEW_TOKENS,
     Row,
+    baseline,
     depths,
-    is_above_chance,
     labels,
     last_length,
     measures,
     notes,
     perplexity_rows,
     positions,
-    tasks,
+    seeds,
     trainings,
+    updates,
 )
-from train.report.tables import Table, tables
-from train.report.trials import tables_of_trials
+from train.report.tables import (
+    Table,
+    chosen_rates,
+    counted_seeds,
+    every_trial,
+    findings,
+    show_parts,
+    tables,
+    updates_to_loss,
+)
 
 INDEX, FIGURE = "index.html", "figure.png"
 FIGURES = (FIGURE, "training.png", "reached.png", "positions.png", "tasks.png", "depths.png")
@@ -66,49 +74,85 @@ def write(directory: Path, rows: Sequence[Row], about: About, trials: Sequence[R
     `trials` are those that chose the learning rates, if there were any.
     """
     drawn = pictures(rows, about)
-    for picture in drawn:
-        (directory / picture.name).write_bytes(picture.png)
-    for name in set(FIGURES) - {picture.name for picture in drawn}:
+    publish(directory, drawn, render(rows, drawn, about, trials))
+
+
+def publish(directory: Path, pictures: Sequence[Picture], html: str) -> None:
+    """Writes the figures and the page of a report, and removes older figures."""
+    for name in FIGURES:
         (directory / name).unlink(missing_ok=True)
-    (directory / INDEX).write_text(render(rows, drawn, about, trials), encoding="utf-8")
+    for picture in pictures:
+        (directory / picture.name).write_bytes(picture.png)
+    (directory / INDEX).write_text(html, encoding="utf-8")
+
+
+def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> None:
+    """Prints the findings, the tables, further tables, and notes on a `rich.console.Console`."""
+    show_parts(console, findings(rows), [*tables(rows), *others], notes(rows))
+
+
+def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trials: Sequence[Row] = ()) -> str:
+    """The HTML page: findings, figures, tables, notes, config and versions in one file without external resources."""
+    spread = f"Mean ± standard deviation over {seeds(rows)} seeds." if seeds(rows) > 1 else "One seed."
+    return page(
+        about,
+        pictures,
+        [*tables(rows), *updates_to_loss(rows), *chosen_rates(trials), *every_trial(trials)],
+        findings=findings(rows),
+        notes=[*counted_seeds(rows), *notes(rows)],
+        remark=spread,
+    )
+
+
+def page(about: About, pictures: Sequence[Picture], tables: Sequence[Table], **others: Any) -> str:
+    """The page of these parts, from the template in this folder.
+
+    Args:
+        about: title, config and versions.
+        pictures, tables: in this order.
+        others: `findings`, sentences above the figures; `notes`, which numbers are missing, and why; `remark`, which
+          follows the text of `about`.
+    """
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+    versions = Table("", ("part", "version"), tuple((name, str(value)) for name, value in about.versions.items()))
+    template = environment.get_template("page.html")
+    return template.render(about=about, pictures=pictures, tables=tables, versions=versions, **others)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
 
 
 def pictures(rows: Sequence[Row], about: About) -> list[Picture]:
     """The figures for which the rows have enough numbers."""
     texts = perplexity_rows(rows)
-    by_length = figure.draw(rows, about.title, f"{about.model}. {about.text}.")
-    found = [Picture("figure.png", by_length, _ALT, _by_length(texts))]
-    measured = trainings(rows)
-    trained = [row for row in texts if row["label"] in measured]
+    trained = [row for row in texts if row["label"] in trainings(rows)]
+    placed = [row for label in labels(texts) if positions(texts, label)[0] for row in texts if row["label"] == label]
+    learned = [row for mine in figures.learned(rows).values() for row in mine]
+    sliding = [_SLIDING] if "sliding" in measures(texts) else []
+    by_length = " ".join([_WINDOWS.format(length=last_length(texts)), *sliding, _PERPLEXITY])
+    whole = figures.draw_by_length(rows, about.title, f"{about.model}. {about.text}.")
+    found = [Picture(FIGURE, whole, _ALT, _caption(by_length, texts))]
     if trained:
-        found.append(Picture("training.png", curves.draw_training(rows), _TRAINING_ALT, _caption(_TRAINING, trained)))
-    if reached.times(rows):
-        found.append(Picture("reached.png", reached.draw(rows), _REACHED_ALT, _REACHED))
-    known = [label for label in labels(texts) if positions(texts, label)[0]]
-    placed = [row for row in texts if row["label"] in known]
+        png = figures.draw_training(rows)
+        found.append(Picture("training.png", png, _TRAINING_ALT, _caption(_TRAINING, trained)))
+    if updates(rows):
+        found.append(Picture("reached.png", figures.draw_reached(rows), _REACHED_ALT, _REACHED))
     if placed:
-        caption = _caption(_POSITIONS.format(few=FEW, tokens=FEW_TOKENS), placed)
-        found.append(Picture("positions.png", curves.draw_by_position(rows), _POSITIONS_ALT, caption))
-    learned = [row for mine in tasks(rows).values() if is_above_chance(mine) for row in mine]
+        png = figures.draw_by_position(rows)
+        found.append(Picture("positions.png", png, _POSITIONS_ALT, _caption(_POSITIONS, placed)))
     if learned:
-        found.append(Picture("tasks.png", curves.draw_tasks(rows), _TASKS_ALT, _caption(_TASKS, learned)))
+        found.append(Picture("tasks.png", figures.draw_tasks(rows), _TASKS_ALT, _caption(_TASKS, learned)))
     if depths(learned):
-        found.append(Picture("depths.png", grids.draw(rows), _DEPTHS_ALT, _DEPTHS))
+        found.append(Picture("depths.png", figures.draw_depths(rows), _DEPTHS_ALT, _DEPTHS))
     return found
-
-
-def _by_length(rows: Sequence[Row]) -> str:
-    """The caption of the figure of perplexity against length."""
-    sliding = [_SLIDING] if "sliding" in measures(rows) else []
-    return _caption(" ".join([_WINDOWS.format(length=last_length(rows)), *sliding, _PERPLEXITY]), rows)
 
 
 def _caption(text: str, rows: Sequence[Row]) -> str:
     """The text, and the explanation that all line figures of these rows share."""
     sentences = {
         "Dashed: not retrained.": any(row["base"] for row in rows),
-        f"Grey, in every panel: {baseline(rows)}. All panels have the same axes.": len(labels(rows)) > MOST,
-        _SEEDS: len({row["seed"] for row in rows}) > 1,
+        f"Grey, in every panel: {baseline(rows)}. All panels have the same axes.": len(labels(rows)) > figures.MOST,
+        _SEEDS: seeds(rows) > 1,
     }
     return " ".join([text, *(sentence for sentence, is_so in sentences.items() if is_so)])
 
@@ -135,8 +179,8 @@ _REACHED = (
 _POSITIONS_ALT = "Perplexity against the number of tokens before, one line for each scheme"
 _POSITIONS = (
     "Perplexity by position: tokens with similar numbers of tokens before them in the window are averaged, at least "
-    "{tokens} at a time. Each scheme has the longest windows of which there are at least {few}. Where a line turns "
-    "upwards the model begins to fail. The axis ends at 40 times the lowest value."
+    f"{FEW_TOKENS} at a time. Each scheme has the longest windows of which there are at least {FEW}. Where a line "
+    "turns upwards the model begins to fail. The axis ends at 40 times the lowest value."
 )
 _TASKS_ALT = "Accuracy against length, one panel for each task and one line for each scheme"
 _TASKS = (
@@ -148,47 +192,3 @@ _DEPTHS_ALT = "Accuracy by depth and length, one map for each task and scheme"
 _DEPTHS = (
     "The share of right answers by the depth of the answer: 0 is the front of the text, 1 its end. Mean over seeds."
 )
-
-
-def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trials: Sequence[Row] = ()) -> str:
-    """The HTML page: findings, figures, tables, notes, config and versions in one file without external resources."""
-    seeds = len({row["seed"] for row in rows})
-    spread = f"Mean ± standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
-    return page(
-        about,
-        pictures,
-        [*tables(rows), *reached.updates_to_loss(rows), *tables_of_trials(trials)],
-        findings=findings(rows),
-        notes=[*reached.note(rows), *notes(rows)],
-        remark=spread,
-    )
-
-
-def page(
-    about: About,
-    pictures: Sequence[Picture],
-    tables: Sequence[Table],
-    *,
-    findings: Sequence[str] = (),
-    notes: Sequence[str] = (),
-    remark: str = "",
-) -> str:
-    """The page of these parts, from the template in this folder.
-
-    Args:
-        about: title, config and versions; `remark` follows its text.
-        pictures, tables: in this order.
-        findings: sentences above the figures.
-        notes: which numbers are missing, and why.
-    """
-    versions = Table("", ("part", "version"), tuple((name, str(value)) for name, value in about.versions.items()))
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
-    return environment.get_template("page.html").render(
-        about=about,
-        pictures=pictures,
-        tables=tables,
-        findings=findings,
-        notes=notes,
-        remark=remark,
-        versions=versions,
-    )
