@@ -3,44 +3,16 @@
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from train.report import style
-from train.report.numbers import (
-    FAMILIES,
-    FEW,
-    Estimate,
-    Row,
-    accuracies,
-    at_depth,
-    baseline,
-    curve,
-    depths,
-    endings,
-    grouped,
-    is_above_chance,
-    labels,
-    last_length,
-    lengths,
-    measures,
-    notes,
-    number,
-    of,
-    perplexity_rows,
-    positions,
-    spoken,
-    stop,
-    tasks,
-    train_length,
-    trainings,
-    updates,
-)
+from train.report import numbers, style
+from train.report.numbers import Estimate, Row
 
 MOST = 8
 """The maximal number of lines in a panel."""
-_OWN = 4  # a training with at least this many schemes gets panels of its own, in a family of several panels
+_OWN = 4  # a training with at least this many schemes gets panels of its own
 _LARGEST_NLL = 700.0  # exp of more exceeds float64
 _TICKS = 10  # of the axis of positions
 
@@ -64,52 +36,41 @@ def groups(rows: Sequence[Row]) -> list[Group]:
     Families are read from the column `family`. A scheme and its extensions stay together, in panels of their own if
     they are many. Rows without that column form one family.
     """
-    names, reference = labels(rows), baseline(rows)
+    names, reference = numbers.labels(rows), numbers.baseline(rows)
     if len(names) <= MOST:
         return [Group("", tuple(names))]
     found = [
-        (title, part)
-        for family, units in _families(rows).items()
-        for title, parts in _panels(family, units, reference)
-        for part in parts
+        Group(title, tuple(dict.fromkeys([reference, *part])), reference)
+        for title, part in _parts(rows)
+        if part != [reference]
     ]
-    titles = [title for title, _ in found]
-    return [Group(_numbered(titles, n), (reference, *part), reference) for n, (_, part) in enumerate(found)]
+    titles = [group.title for group in found]
+    return [replace(group, title=_numbered(titles, n)) for n, group in enumerate(found)]
 
 
-def _families(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
-    """For each family its trainings, by the trained scheme's name: that scheme, if it is listed, and its extensions."""
+def _parts(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
+    """The schemes of each panel without the reference, with a title: by family, then by trained scheme."""
     units: dict[str, list[str]] = {}
     for label, base in {row["label"]: row["base"] for row in rows}.items():
         units.setdefault(base or label, []).append(label)
-    known = {row["base"] or row["label"]: row["family"] for row in rows if row.get("family")}
-    order = [*FAMILIES, *dict.fromkeys(known.values()), ""]
-    found = {name: {root: unit for root, unit in units.items() if known.get(root, "") == name} for name in order}
-    return {name: mine for name, mine in found.items() if mine}
-
-
-def _panels(family: str, units: dict[str, list[str]], reference: str) -> Iterator[tuple[str, list[list[str]]]]:
-    """The panels of a family without the reference: a title, and the schemes of each panel that has it."""
-    title, room = family[:1].upper() + family[1:] or "Schemes", MOST - 1
-    units = {root: [label for label in unit if label != reference] for root, unit in units.items()}
-    several = sum(map(len, units.values())) > room
-    apart = {root: unit for root, unit in units.items() if several and len(unit) >= _OWN}
-    together = [unit for root, unit in units.items() if unit and root not in apart]
-    if together:
-        yield title, _packed(together, room)
-    for root, unit in apart.items():
-        others = [[label] for label in unit if label != root]
-        repeated = [root] if root in unit else []
-        yield f"{root}, extended", [repeated + part for part in _packed(others, room - len(repeated))]
+    family = {row["base"] or row["label"]: row["family"] for row in rows if row.get("family")}
+    for name in dict.fromkeys([*numbers.FAMILIES, *family.values(), ""]):
+        mine = [(root, unit) for root, unit in units.items() if family.get(root, "") == name]
+        for part in _packed([unit for _, unit in mine if len(unit) < _OWN], MOST - 1):
+            yield name[:1].upper() + name[1:] or "Schemes", part
+        for root, unit in mine:
+            others = [[label] for label in unit if label != root] if len(unit) >= _OWN else []
+            for part in _packed(others, MOST - 2):
+                yield f"{root}, extended", [*([root] if root in unit else []), *part]
 
 
 def _packed(units: Sequence[list[str]], room: int) -> list[list[str]]:
     """The fewest panels that hold the units without splitting them, about equally full."""
     count = sum(map(len, units))
-    full = -(-count // -(-count // room))
-    parts: list[list[str]] = [[]]
+    full = -(-count // max(1, -(-count // room)))
+    parts: list[list[str]] = []
     for unit in units:
-        if len(parts[-1]) >= full or len(parts[-1]) + len(unit) > room:
+        if not parts or len(parts[-1]) >= full or len(parts[-1]) + len(unit) > room:
             parts.append([])
         parts[-1] += unit
     return parts
@@ -145,9 +106,9 @@ class Panel:
     def draw(self, panel: Any, **options: Any) -> None:
         """Draws the lines, with matplotlib's options for all of them."""
         for label, look in style.looks(self.rows, self.group.labels, self.group.reference).items():
-            mine = of(self.rows, label)
+            mine = numbers.of(self.rows, label)
             if found := self.points(mine, label):
-                threads = [self.points(seed, label) for seed in grouped(mine, "seed").values()]
+                threads = [self.points(seed, label) for seed in numbers.grouped(mine, "seed").values()]
                 style.plot(panel, label, look, found, threads, **options)
         style.grid(panel)
         self.axes(panel)
@@ -186,11 +147,12 @@ def draw_panels(
     for axes, panel in zip(drawn, panels, strict=False):
         panel.draw(axes, **options)
         axes.tick_params(labelleft=True, labelbottom=True)
+    for axes in drawn[::columns]:
+        axes.set_ylabel(up)
     for axes in drawn[: len(panels) - columns]:
         axes.set_xlabel("")
     for axes in drawn[len(panels) :]:
         axes.set_axis_off()
-    figure.supylabel(up, fontsize=10)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     if below:
@@ -209,36 +171,36 @@ _MEASURES = {
 
 def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
     """Perplexity against length: the measurements of a group, then those of the next one."""
-    rows = perplexity_rows(rows)
-    found, ticks, own = _shown_measures(rows), lengths(rows), train_length(rows)
+    rows = numbers.perplexity_rows(rows)
+    found, ticks, own = _shown_measures(rows), numbers.lengths(rows), numbers.train_length(rows)
     low, top = style.perplexity_limits([mean for mean, *_ in _means(rows)])
 
     def axes(panel: Any) -> None:
         style.length_axis(panel, "evaluation length in tokens", ticks, own)
         style.perplexity_axis(panel, low, top)
 
-    names = {measure: _MEASURES[measure].format(length=last_length(rows)) for measure in found}
+    names = {measure: _MEASURES[measure].format(length=numbers.last_length(rows)) for measure in found}
     panels = [
-        Panel(titled(group, names[measure]), rows, group, partial(curve, measure=measure), axes)
+        Panel(titled(group, names[measure]), rows, group, partial(numbers.curve, measure=measure), axes)
         for group in groups(rows)
         for measure in found
     ]
-    below = [text, *_above(rows, top), *notes(rows)]
+    below = [text, *_above(rows, top), *numbers.notes(rows)]
     return draw_panels(panels, "perplexity per token", title=title, text=below)
 
 
 def _shown_measures(rows: Sequence[Row]) -> list[str]:
     """The measurements with enough windows to be drawn."""
-    return [name for name in measures(rows) if name != "last" or endings(rows) >= FEW]
+    return [name for name in numbers.measures(rows) if name != "last" or numbers.endings(rows) >= numbers.FEW]
 
 
 def _means(rows: Sequence[Row]) -> list[tuple[float, str, int]]:
     """(perplexity, scheme, length) of every point of the figure."""
     return [
         (point.mean, label, length)
-        for label in labels(rows)
+        for label in numbers.labels(rows)
         for measure in _shown_measures(rows)
-        for length, point in curve(rows, label, measure).items()
+        for length, point in numbers.curve(rows, label, measure).items()
     ]
 
 
@@ -248,7 +210,7 @@ def _above(rows: Sequence[Row], top: float) -> list[str]:
     for point in _means(rows):
         if point[0] > top:
             above[point[1]] = max(point, above.get(point[1], point))
-    reached = ", ".join(f"{label} {number(mean)} at {length}" for mean, label, length in above.values())
+    reached = ", ".join(f"{label} {numbers.number(mean)} at {length}" for mean, label, length in above.values())
     return [f"Above the top of the figure: {reached}."] if above else []
 
 
@@ -257,9 +219,11 @@ def draw_by_position(rows: Sequence[Row]) -> bytes:
 
     A part with several positions is drawn at the middle of its range on the logarithmic axis.
     """
-    points = {label: found for label in labels(perplexity_rows(rows)) if (found := _by_position(rows, label))}
-    rows = [row for row in perplexity_rows(rows) if row["label"] in points]
-    longest, own = max(positions(rows, label)[0][-1] for label in points), train_length(rows)
+    points = {
+        label: found for label in numbers.labels(numbers.perplexity_rows(rows)) if (found := _by_position(rows, label))
+    }
+    rows = [row for row in numbers.perplexity_rows(rows) if row["label"] in points]
+    longest, own = max(numbers.positions(rows, label)[0][-1] for label in points), numbers.train_length(rows)
     low, top = style.perplexity_limits([point.mean for each in points.values() for point in each.values()])
 
     def axes(panel: Any) -> None:
@@ -274,7 +238,7 @@ def draw_by_position(rows: Sequence[Row]) -> bytes:
 
 def _by_position(rows: Sequence[Row], label: str) -> dict[float, Estimate]:
     """Perplexity by the middle of the range of tokens before; its spread is that of exp(NLL) to first order."""
-    ends, parts = positions(rows, label)
+    ends, parts = numbers.positions(rows, label)
     starts, found = [1, *(end + 1 for end in ends)], {}
     for start, end, part in zip(starts, ends, parts, strict=False):
         if part is not None:
@@ -294,9 +258,9 @@ def powers(longest: int) -> list[int]:
 
 def draw_training(rows: Sequence[Row]) -> bytes:
     """The held-out loss during training against the tokens seen."""
-    points = trainings(rows)
+    points = numbers.trainings(rows)
     losses = [point.mean for each in points.values() for point in each.values()]
-    rows = [row for row in perplexity_rows(rows) if row["label"] in points]
+    rows = [row for row in numbers.perplexity_rows(rows) if row["label"] in points]
 
     def axes(panel: Any) -> None:
         from matplotlib.ticker import EngFormatter
@@ -306,7 +270,7 @@ def draw_training(rows: Sequence[Row]) -> bytes:
         panel.set_xlabel("training tokens")
 
     def training(mine: Sequence[Row], label: str) -> style.Points:
-        return trainings(mine).get(label, {})
+        return numbers.trainings(mine).get(label, {})
 
     panels = [Panel(group.title, rows, group, training, axes) for group in groups(rows)]
     return draw_panels(panels, "held-out loss, nats per token")
@@ -314,8 +278,8 @@ def draw_training(rows: Sequence[Row]) -> bytes:
 
 def draw_reached(rows: Sequence[Row]) -> bytes:
     """The share of seeds that have not reached the loss, against updates."""
-    (loss, most), found = stop(rows), updates(rows)
-    rows = [row for row in perplexity_rows(rows) if row["label"] in found]
+    (loss, most), found = numbers.stop(rows), numbers.updates(rows)
+    rows = [row for row in numbers.perplexity_rows(rows) if row["label"] in found]
 
     def axes(panel: Any) -> None:
         style.share_axis(panel)
@@ -343,7 +307,7 @@ def survival(updates: Sequence[int | None], most: int) -> dict[int, Estimate]:
 
 def learned(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of every task that some scheme has learned."""
-    return {name: mine for name, mine in tasks(rows).items() if is_above_chance(mine)}
+    return {name: mine for name, mine in numbers.tasks(rows).items() if numbers.is_above_chance(mine)}
 
 
 def draw_tasks(rows: Sequence[Row]) -> bytes:
@@ -352,17 +316,17 @@ def draw_tasks(rows: Sequence[Row]) -> bytes:
     every = [row for mine in found.values() for row in mine]
 
     def axes(panel: Any, chance: float | None) -> None:
-        style.length_axis(panel, "length in tokens", lengths(every), train_length(every))
+        style.length_axis(panel, "length in tokens", numbers.lengths(every), numbers.train_length(every))
         style.share_axis(panel)
         if chance:
             panel.axhline(chance, color="#888888", linestyle=":", linewidth=1.0, label="_guess")
 
     panels = [
         Panel(
-            f"{spoken(name)}: {group.title}".removesuffix(": "),
+            f"{numbers.spoken(name)}: {group.title}".removesuffix(": "),
             mine,
             group,
-            accuracies,
+            numbers.accuracies,
             partial(axes, chance=mine[0]["chance"]),
         )
         for name, mine in found.items()
@@ -382,8 +346,8 @@ def draw_depths(rows: Sequence[Row]) -> bytes:
 
     The more answers are right, the darker the cell, which shows the share in %. A cell without a number is white.
     """
-    found = {name: mine for name, mine in learned(rows).items() if depths(mine)}
-    maps = [(name, mine, label) for name, mine in found.items() for label in labels(mine)]
+    found = {name: mine for name, mine in learned(rows).items() if numbers.depths(mine)}
+    maps = [(name, mine, label) for name, mine in found.items() for label in numbers.labels(mine)]
     schemes = len({label for *_, label in maps})
     columns = schemes if 1 < schemes <= _MOST_ACROSS else min(_ACROSS, len(maps))
     high = math.ceil(len(maps) / columns)
@@ -391,14 +355,14 @@ def draw_depths(rows: Sequence[Row]) -> bytes:
     panels = list(figure.subplots(high, columns, squeeze=False).flat)
     for panel, (name, mine, label) in zip(panels, maps, strict=False):
         _draw_map(panel, mine, label)
-        panel.set_title(f"{spoken(name)}\n{label}", fontsize=9)
+        panel.set_title(f"{numbers.spoken(name)}\n{label}", fontsize=9)
     for panel in panels[len(maps) :]:
         panel.set_axis_off()
     return style.png(figure)
 
 
 def _draw_map(panel: Any, rows: Sequence[Row], label: str) -> None:
-    across, down, cells = lengths(rows), depths(rows), at_depth(rows, label)
+    across, down, cells = numbers.lengths(rows), numbers.depths(rows), numbers.at_depth(rows, label)
     values = [[cells.get((depth, length), math.nan) for length in across] for depth in down]
     panel.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     for y, row in enumerate(values):

@@ -39,16 +39,14 @@ def looks(rows: Sequence[Row], labels: Sequence[str], reference: str | None = No
         return root if follows else name
 
     leaders = list(dict.fromkeys(leader(name) for name in labels if name != reference))
-    found = {}
+    found: dict[str, Look] = {}
     for name in labels:
         index = leaders.index(leader(name)) if name != reference else 0
-        look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-        if name == reference:
-            look["color"] = _REFERENCE
+        colour = COLOURS[index % len(COLOURS)] if name != reference else _REFERENCE
+        found[name] = {"color": colour, "marker": MARKERS[index % len(MARKERS)]}
         if name in siblings:
             dashes = _DASHES[siblings[name].index(name) % len(_DASHES)]
-            look |= {"linestyle": dashes, "markerfacecolor": "white", "zorder": 2.5}
-        found[name] = look
+            found[name] |= {"linestyle": dashes, "markerfacecolor": "white", "zorder": 2.5}
     return found
 
 
@@ -127,17 +125,17 @@ def length_axis(panel: Any, what: str, lengths: Sequence[int], own: int | None, 
     dotted = ", dotted" if marked else ""
     panel.set_xlabel(f"{what}\n(times {own_name}{dotted})" if own < math.inf else what)
     if marked:
-        panel.axvline(own, color=_DOTTED, linestyle=":", linewidth=1.3, zorder=1, label="_own length")
+        panel.axvline(own, color=_DOTTED, linestyle=":", linewidth=1.3, zorder=1, label="_training length")
 
 
 def perplexity_axis(panel: Any, low: float, top: float) -> None:
     """A logarithmic axis of perplexity between two limits."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
-    near, far = MaxNLocator(8, steps=[1, 2, 5, 10]), LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8))
+    steps = (1, 2, 5) if top > 20 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
     panel.set_yscale("log")
     panel.set_ylim(low, top)
-    panel.yaxis.set_major_locator(near if top < 4 * low else far)
+    panel.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]) if top < 4 * low else LogLocator(subs=steps))
     panel.yaxis.set_major_formatter("{x:g}")
     panel.minorticks_off()
 

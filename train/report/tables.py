@@ -6,35 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.report.numbers import (
-    FEW,
-    FEW_TOKENS,
-    Estimate,
-    Interval,
-    Row,
-    accuracies,
-    baseline,
-    curve,
-    difference,
-    endings,
-    estimate,
-    grouped,
-    is_above_chance,
-    labels,
-    last_length,
-    lengths,
-    measures,
-    number,
-    perplexity_rows,
-    positions,
-    seeds,
-    spoken,
-    stop,
-    tasks,
-    train_length,
-    training_length_loss,
-    updates,
-)
+from train.report import numbers
+from train.report.numbers import Estimate, Row
 
 Format = Callable[[float], str]
 
@@ -67,7 +40,7 @@ def table(title: str, columns: Sequence[str], body: Mapping[str, Sequence[str]],
     return Table(title, (first, *columns), tuple((label, *cells) for label, cells in body.items()))
 
 
-def shown(value: Estimate | None, written: Format = number) -> str:
+def shown(value: Estimate | None, written: Format = numbers.number) -> str:
     """A mean with its spread; a dash if there is none."""
     if value is None:
         return "-"
@@ -110,51 +83,55 @@ _TITLES = {
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Perplexity at each length, by every measure; differences; the cost of training; and accuracy on tasks."""
-    perplexities = perplexity_rows(rows)
+    perplexities = numbers.perplexity_rows(rows)
     return [
-        *(_perplexities(perplexities, measure) for measure in measures(perplexities)),
+        *(_perplexities(perplexities, measure) for measure in numbers.measures(perplexities)),
         *_differences(perplexities),
         *_costs(perplexities),
         *_times(perplexities),
-        *(_accuracies(name, mine) for name, mine in tasks(rows).items()),
+        *(_accuracies(name, mine) for name, mine in numbers.tasks(rows).items()),
     ]
 
 
 def _perplexities(rows: Sequence[Row], measure: str) -> Table:
     scored = max(row.get(f"{measure}_tokens", 0) for row in rows)
-    title = _TITLES[measure].format(tokens=scored, length=last_length(rows))
-    return _by_length(title, rows, lambda label: curve(rows, label, measure), number)
+    title = _TITLES[measure].format(tokens=scored, length=numbers.last_length(rows))
+    return _by_length(title, rows, lambda label: numbers.curve(rows, label, measure), numbers.number)
 
 
 def _accuracies(name: str, rows: Sequence[Row]) -> Table:
     cases, depths = rows[0]["cases"], len({row["depth"] for row in rows})
     places = "each length" if depths == 1 else f"each of {depths} depths of each length"
     chance = f"; a guess has {percent(rows[0]['chance'])}" if rows[0]["chance"] else ""
-    title = f"{spoken(name)}: right answers in % ({cases} cases at {places}{chance})"
-    return _by_length(title, rows, lambda label: accuracies(rows, label), percent)
+    title = f"{numbers.spoken(name)}: right answers in % ({cases} cases at {places}{chance})"
+    return _by_length(title, rows, lambda label: numbers.accuracies(rows, label), percent)
 
 
 def _by_length(title: str, rows: Sequence[Row], points: Callable[[str], dict[int, Estimate]], written: Format) -> Table:
-    found = {label: points(label) for label in labels(rows)}
-    body = {label: [shown(mine.get(n), written) for n in lengths(rows)] for label, mine in found.items()}
-    return table(title, headings(lengths(rows), train_length(rows)), body)
+    found = {label: points(label) for label in numbers.labels(rows)}
+    body = {label: [shown(mine.get(n), written) for n in numbers.lengths(rows)] for label, mine in found.items()}
+    return table(title, headings(numbers.lengths(rows), numbers.train_length(rows)), body)
 
 
 def _differences(rows: Sequence[Row]) -> list[Table]:
     """The difference of every scheme from the first one, by the same seeds."""
-    first, own = baseline(rows), train_length(rows)
-    at = sorted({own if own in lengths(rows) else lengths(rows)[0], *lengths(rows)[-2:]})
-    found = {label: [difference(rows, label, first, n) for n in at] for label in labels(rows) if label != first}
+    first, own = numbers.baseline(rows), numbers.train_length(rows)
+    at = sorted({own if own in numbers.lengths(rows) else numbers.lengths(rows)[0], *numbers.lengths(rows)[-2:]})
+    found = {
+        label: [numbers.difference(rows, label, first, n) for n in at]
+        for label in numbers.labels(rows)
+        if label != first
+    }
     if not any(any(each) for each in found.values()):
         return []
     title = (
-        f"Paired differences from {first} in nats per token over the whole window, by {seeds(rows)} seeds: mean [95 % "
-        "interval by Student's t]; ≈ is within noise, as the interval includes 0"
+        f"Paired differences from {first} in nats per token over the whole window, by {numbers.seeds(rows)} seeds: "
+        "mean [95 % interval by Student's t]; ≈ is within noise, as the interval includes 0"
     )
     return [table(title, headings(at, own), {label: list(map(_written, each)) for label, each in found.items()})]
 
 
-def _written(found: Interval | None) -> str:
+def _written(found: numbers.Interval | None) -> str:
     if found is None:
         return "-"
     return f"{'≈ ' if found.has_zero else ''}{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
@@ -168,15 +145,15 @@ def _costs(rows: Sequence[Row]) -> list[Table]:
     alone = [row for row in rows if row.get("train_tokens_per_second")]
     if not alone:
         return []
-    mine = grouped([row for row in alone if row["length"] == lengths(alone)[0]], "label")
-    speeds = {label: estimate(row["train_tokens_per_second"] for row in found) for label, found in mine.items()}
-    memory = {label: estimate(row.get("peak_memory_bytes") for row in found) for label, found in mine.items()}
+    mine = numbers.grouped([row for row in alone if row["length"] == numbers.lengths(alone)[0]], "label")
+    speeds = {label: numbers.estimate(row["train_tokens_per_second"] for row in found) for label, found in mine.items()}
+    memory = {label: numbers.estimate(row.get("peak_memory_bytes") for row in found) for label, found in mine.items()}
     columns = {
         "training tokens/s": _alike(speeds, max, whole),
         "training peak MiB": _alike(memory, min, lambda size: whole(size / 2**20)),
     }
     known = {name: cells for name, cells in columns.items() if set(cells.values()) != {"-"}}
-    meaning = _ALIKE if seeds(alone) > 1 else _SINGLE
+    meaning = _ALIKE if numbers.seeds(alone) > 1 else _SINGLE
     body = {label: [cells[label] for cells in known.values()] for label in mine}
     return [table(f"Cost of training, each in a process of its own ({meaning})", list(known), body)]
 
@@ -200,7 +177,7 @@ def _mark(value: Estimate | None, best: Estimate | None) -> str:
 
 def _times(rows: Sequence[Row]) -> list[Table]:
     """What the wall-clock time of training was spent on, if it is known."""
-    found = grouped([row for row in rows if row.get("train_seconds")], "label")
+    found = numbers.grouped([row for row in rows if row.get("train_seconds")], "label")
     kinds = list(dict.fromkeys(kind for mine in found.values() for row in mine for kind in row["train_seconds"]))
 
     def share(mine: Sequence[Row], kind: str) -> str:
@@ -217,9 +194,9 @@ def _times(rows: Sequence[Row]) -> list[Table]:
 
 def updates_to_loss(rows: Sequence[Row]) -> list[Table]:
     """The updates of every seed, with the median first; empty if trainings do not end at a loss."""
-    if not (found := updates(rows)):
+    if not (found := numbers.updates(rows)):
         return []
-    loss, most = stop(rows)
+    loss, most = numbers.stop(rows)
     title = f"Updates until the loss was below {loss:g} nats per token, of {most:,}"
     body = {label: (_reached(mine), _median(mine), _each(mine)) for label, mine in found.items()}
     return [table(title, ("reached", "median", "every seed"), body)]
@@ -242,23 +219,25 @@ def _each(updates: Sequence[int | None]) -> str:
 
 def counted_seeds(rows: Sequence[Row]) -> list[str]:
     """A line that says how many seeds count in the tasks; empty if all do."""
-    short = [f"{label} {_reached(mine)}" for label, mine in updates(rows).items() if None in mine]
+    short = [f"{label} {_reached(mine)}" for label, mine in numbers.updates(rows).items() if None in mine]
     if not short:
         return []
-    return [f"Accuracy on tasks is that of trainings whose loss fell below {stop(rows)[0]:g}: {', '.join(short)}."]
+    return [
+        f"Accuracy on tasks is that of trainings whose loss fell below {numbers.stop(rows)[0]:g}: {', '.join(short)}."
+    ]
 
 
 def chosen_rates(trials: Sequence[Row]) -> list[Table]:
     """The rates of every scheme, and how its best trial compares with the second best; empty without trials."""
-    body = {label: _choice(mine) for label, mine in grouped(trials, "label").items()}
+    body = {label: _choice(mine) for label, mine in numbers.grouped(trials, "label").items()}
     header = ("learning rate", "factor for positions", "loss", "second best", "trials")
     title = "Learning rates, chosen by the loss at the training length on text that is used for no other number"
     return [table(title, header, body)] if body else []
 
 
 def _choice(trials: Sequence[Row]) -> tuple[str, ...]:
-    tried = grouped(trials, "learning_rate", "position_factor")
-    best, *others = sorted(map(training_length_loss, tried.values()))
+    tried = numbers.grouped(trials, "learning_rate", "position_factor")
+    best, *others = sorted(map(numbers.training_length_loss, tried.values()))
     rate, factor = next(choice for choice, rows in tried.items() if rows[0]["chosen"])
     second = f"{others[0] - best:.4f}" if others else "-"
     return f"{rate:.3g}", f"{factor:.3g}", f"{best:.4f}", second, str(len(tried))
@@ -266,12 +245,12 @@ def _choice(trials: Sequence[Row]) -> tuple[str, ...]:
 
 def every_trial(trials: Sequence[Row]) -> list[Table]:
     """The perplexities of every trial; empty without trials."""
-    measured = lengths([row for row in trials if "length" in row])
+    measured = numbers.lengths([row for row in trials if "length" in row])
     body = []
-    for label, mine in grouped(trials, "label").items():
-        for (rate, factor), rows in sorted(grouped(mine, "learning_rate", "position_factor").items()):
+    for label, mine in numbers.grouped(trials, "label").items():
+        for (rate, factor), rows in sorted(numbers.grouped(mine, "learning_rate", "position_factor").items()):
             found = {row.get("length"): row.get("window_perplexity") for row in rows}
-            cells = (number(found[n]) if found.get(n) else "-" for n in measured)
+            cells = (numbers.number(found[n]) if found.get(n) else "-" for n in measured)
             mark = "chosen" if rows[0]["chosen"] else rows[0]["error"] or ""
             body.append((label, f"{rate:.3g}", f"{factor:.3g}", *cells, mark))
     header = ("scheme", "learning rate", "factor for positions", *map(str, measured), "")
@@ -284,29 +263,33 @@ def every_trial(trials: Sequence[Row]) -> list[Table]:
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """A sentence on perplexity, then one for every kind of figure that is omitted because it would be empty."""
-    return [*_on_perplexity(perplexity_rows(rows)), *_on_few_windows(perplexity_rows(rows)), *_on_guesses(rows)]
+    return [
+        *_on_perplexity(numbers.perplexity_rows(rows)),
+        *_on_few_windows(numbers.perplexity_rows(rows)),
+        *_on_guesses(rows),
+    ]
 
 
 def _on_perplexity(rows: Sequence[Row]) -> list[str]:
     """The best and the worst scheme at the longest length for which several have numbers."""
-    curves = {label: curve(rows, label) for label in labels(rows)}
-    found = {n: {label: mine[n].mean for label, mine in curves.items() if n in mine} for n in lengths(rows)}
+    curves = {label: numbers.curve(rows, label) for label in numbers.labels(rows)}
+    found = {n: {label: mine[n].mean for label, mine in curves.items() if n in mine} for n in numbers.lengths(rows)}
     most = max(map(len, found.values()), default=0)
     longest = max((n for n, means in found.items() if len(means) >= min(2, most) > 0), default=0)
     if not longest:
         return []
-    means, where = found[longest], _where(longest, train_length(rows))
+    means, where = found[longest], _where(longest, numbers.train_length(rows))
     order = sorted(means, key=means.__getitem__)
-    lowest = number(means[order[0]])
-    best = [label for label in order if number(means[label]) == lowest]
+    lowest = numbers.number(means[order[0]])
+    best = [label for label in order if numbers.number(means[label]) == lowest]
     if len(order) == 1:
         short = min(curves[order[0]])
-        beside = f", {number(found[short][order[0]])} at {short:,} tokens" if short < longest else ""
+        beside = f", {numbers.number(found[short][order[0]])} at {short:,} tokens" if short < longest else ""
         return [f"{where} {order[0]} has a perplexity of {lowest}{beside}."]
     if best == order:
         return [f"{where} all schemes have the same perplexity ({lowest})."]
     named = f"{' and '.join(best)} {'has' if len(best) == 1 else 'have'} the lowest perplexity"
-    worst = f"{order[-1]} the highest ({number(means[order[-1]])})"
+    worst = f"{order[-1]} the highest ({numbers.number(means[order[-1]])})"
     return [f"{where} {named} ({lowest}), {worst}{_distance(rows, *order[:2], longest)}."]
 
 
@@ -319,7 +302,7 @@ def _where(length: int, own: int | None) -> str:
 
 def _distance(rows: Sequence[Row], best: str, second: str, length: int) -> str:
     """Whether the best differs from the second by more than the noise of seeds; empty with one seed."""
-    found = difference(rows, second, best, length)
+    found = numbers.difference(rows, second, best, length)
     if found is None:
         return ""
     size = f"{found.mean:.3f} nats per token, 95 % interval {found.low:.3f} to {found.high:.3f}"
@@ -331,18 +314,22 @@ def _distance(rows: Sequence[Row], best: str, second: str, length: int) -> str:
 def _on_few_windows(rows: Sequence[Row]) -> list[str]:
     """The curves that are omitted because too few windows were measured."""
     found = []
-    if any(row.get("last_tokens") for row in rows) and endings(rows) < FEW:
-        windows = f"{endings(rows)} windows, of which the table has the numbers"
-        found.append(f"the last {last_length(rows)} tokens ({windows})")
-    if any(row.get("position_ends") for row in rows) and not any(positions(rows, label)[0] for label in labels(rows)):
+    if any(row.get("last_tokens") for row in rows) and numbers.endings(rows) < numbers.FEW:
+        windows = f"{numbers.endings(rows)} windows, of which the table has the numbers"
+        found.append(f"the last {numbers.last_length(rows)} tokens ({windows})")
+    if any(row.get("position_ends") for row in rows) and not any(
+        numbers.positions(rows, label)[0] for label in numbers.labels(rows)
+    ):
         found.append("perplexity by position")
-    least = f"a curve takes {FEW}, and a point by position {FEW_TOKENS} tokens"
+    least = f"a curve takes {numbers.FEW}, and a point by position {numbers.FEW_TOKENS} tokens"
     what = " and ".join(found)
     return [f"No curve is shown of {what}: too few windows were measured ({least})."] if found else []
 
 
 def _on_guesses(rows: Sequence[Row]) -> list[str]:
     """The tasks that no scheme has learned."""
-    measured = {name: mine for name, mine in tasks(rows).items() if any(row["accuracy"] is not None for row in mine)}
-    idle = ", ".join(spoken(name) for name, mine in measured.items() if not is_above_chance(mine))
+    measured = {
+        name: mine for name, mine in numbers.tasks(rows).items() if any(row["accuracy"] is not None for row in mine)
+    }
+    idle = ", ".join(numbers.spoken(name) for name, mine in measured.items() if not numbers.is_above_chance(mine))
     return [f"{idle}: no scheme is above a guess by more than noise, so there is no figure."] if idle else []
