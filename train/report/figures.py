@@ -12,8 +12,9 @@ from train.report.numbers import Estimate, Row
 
 MOST = 8
 """The maximal number of lines in a panel."""
-_OWN = 4  # a training with at least this many schemes gets panels of its own
+_OWN = 4  # a training with at least this many schemes gets panels of its own, in a family of several panels
 _LARGEST_NLL = 700.0  # exp of more exceeds float64
+_APART = 0.1  # above this standard deviation of accuracy a band would hide the single seeds
 _TICKS = 10  # of the axis of positions
 
 
@@ -55,12 +56,12 @@ def _parts(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
         units.setdefault(base or label, []).append(label)
     family = {row["base"] or row["label"]: row["family"] for row in rows if row.get("family")}
     for name in dict.fromkeys([*numbers.FAMILIES, *family.values(), ""]):
-        mine = [(root, unit) for root, unit in units.items() if family.get(root, "") == name]
-        for part in _packed([unit for _, unit in mine if len(unit) < _OWN], MOST - 1):
+        mine = {root: unit for root, unit in units.items() if family.get(root, "") == name}
+        many = _OWN if sum(map(len, mine.values())) > MOST - 1 else MOST
+        for part in _packed([unit for unit in mine.values() if len(unit) < many], MOST - 1):
             yield name[:1].upper() + name[1:] or "Schemes", part
-        for root, unit in mine:
-            others = [[label] for label in unit if label != root] if len(unit) >= _OWN else []
-            for part in _packed(others, MOST - 2):
+        for root, unit in [each for each in mine.items() if len(each[1]) >= many]:
+            for part in _packed([[label] for label in unit if label != root], MOST - 2):
                 yield f"{root}, extended", [*([root] if root in unit else []), *part]
 
 
@@ -104,7 +105,7 @@ class Panel:
     axes: Callable[[Any], object]
 
     def draw(self, panel: Any, **options: Any) -> None:
-        """Draws the lines, with matplotlib's options for all of them."""
+        """Draws the lines, with options of `style.plot`."""
         for label, look in style.looks(self.rows, self.group.labels, self.group.reference).items():
             mine = numbers.of(self.rows, label)
             if found := self.points(mine, label):
@@ -125,6 +126,7 @@ def draw_panels(
     up: str,
     *,
     share: bool | str = True,
+    height: float = 2.6,
     title: str = "",
     text: Sequence[str] = (),
     **options: Any,
@@ -135,13 +137,14 @@ def draw_panels(
         panels: the panels, row by row.
         up: the title of the vertical axes.
         share: which panels have the same axes: all, or those of a column by ``"col"``.
+        height: that of a row of panels, in inches, if there are several rows.
         title, text: above and below the panels.
-        options: matplotlib's options for lines.
+        options: those of `style.plot`.
     """
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     below = [line for each in text for line in textwrap.wrap(each, 170)]
-    high = (5.0 if len(panels) == 1 else 4.6 if rows == 1 else 0.4 + 2.6 * rows) + 0.35 * bool(title)
+    high = (5.0 if len(panels) == 1 else 4.6 if rows == 1 else 0.4 + height * rows) + 0.35 * bool(title)
     figure = style.new_figure(style.WIDTH, high + 0.16 * len(below))
     drawn = list(figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False).flat)
     for axes, panel in zip(drawn, panels, strict=False):
@@ -170,7 +173,7 @@ _MEASURES = {
 
 
 def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
-    """Perplexity against length: the measurements of a group, then those of the next one."""
+    """Perplexity against length. Two measurements of a group are side by side; of more, each is shown apart."""
     rows = numbers.perplexity_rows(rows)
     found, ticks, own = _shown_measures(rows), numbers.lengths(rows), numbers.train_length(rows)
     low, top = style.perplexity_limits([mean for mean, *_ in _means(rows)])
@@ -180,10 +183,12 @@ def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
         style.perplexity_axis(panel, low, top)
 
     names = {measure: _MEASURES[measure].format(length=numbers.last_length(rows)) for measure in found}
+    order = [(group, measure) for group in groups(rows) for measure in found]
+    if len(found) > 2:
+        order.sort(key=lambda pair: found.index(pair[1]))
     panels = [
         Panel(titled(group, names[measure]), rows, group, partial(numbers.curve, measure=measure), axes)
-        for group in groups(rows)
-        for measure in found
+        for group, measure in order
     ]
     below = [text, *_above(rows, top), *numbers.notes(rows)]
     return draw_panels(panels, "perplexity per token", title=title, text=below)
@@ -332,7 +337,7 @@ def draw_tasks(rows: Sequence[Row]) -> bytes:
         for name, mine in found.items()
         for group in groups(mine)
     ]
-    return draw_panels(panels, "right answers")
+    return draw_panels(panels, "right answers", wide=lambda point: (point.spread or 0.0) > _APART)
 
 
 _ACROSS, _MOST_ACROSS = 4, 5  # maps side by side: of many, and at most where each task has its own row

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from train.report.numbers import Estimate, Row
@@ -84,18 +84,30 @@ def _name_lines(panel: Any) -> None:
         )  # fmt: skip
 
 
-def plot(panel: Any, label: str, look: Look, points: Points, threads: Sequence[Points] = (), **options: Any) -> None:
+def _is_wide(point: Estimate) -> bool:
+    return (point.spread or 0.0) > _APART * point.mean
+
+
+def plot(
+    panel: Any,
+    label: str,
+    look: Look,
+    points: Points,
+    threads: Sequence[Points] = (),
+    wide: Callable[[Estimate], bool] = _is_wide,
+    **options: Any,
+) -> None:
     """One scheme's line, with a band of one standard deviation when there are several seeds.
 
-    If seeds differ so much at a point that a band would hide them, each of `threads`, the lines of single seeds, is
-    thin instead. Other options are matplotlib's.
+    If seeds differ so much at a point, by `wide`, that a band would hide them, each of `threads`, the lines of single
+    seeds, is thin instead. Other options are matplotlib's.
     """
     xs, means = list(points), [point.mean for point in points.values()]
     spreads = [point.spread or 0.0 for point in points.values()]
     marker = look["marker"] if len(xs) <= _MARKED else ""
     shape = {"linewidth": 1.8, "markersize": 5, "markeredgewidth": 1.4, "zorder": 3}
     panel.plot(xs, means, label=label, **{**shape, **look, "marker": marker, **options})
-    if any(spread > _APART * mean for spread, mean in zip(spreads, means, strict=True)):
+    if any(map(wide, points.values())):
         for thread in threads:
             seed = [point.mean for point in thread.values()]
             panel.plot(list(thread), seed, color=look["color"], linewidth=0.7, alpha=0.55, label="_seed")

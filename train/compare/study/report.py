@@ -237,7 +237,7 @@ def draw(config: Config, text: Sequence[Row], title: str) -> bytes:
         for group in groups(rows)
         for what, (points, axes) in columns.items()
     ]
-    return draw_panels(panels, "nats per token", share="col", title=title)
+    return draw_panels(panels, "nats per token", share="col", height=3.4, title=title)
 
 
 def _by_length(text: Sequence[Row], mine: Sequence[Row], _: str) -> style.Points:
