@@ -28,7 +28,7 @@ from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_ta
 from train.loop.fit import read_result
 from train.model.build import RELEASED, Setup, check_vocabulary, evaluated_scheme, own_length, scheme_of
 from train.monitor.logs import read_metrics
-from train.report.families import family
+from train.report.numbers import family
 from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.distributed import decide
 from train.runtime.paths import path, write_file
