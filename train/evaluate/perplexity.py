@@ -130,19 +130,42 @@ def _measure_length(
 def _measure_model(score: Callable, parameters: Any, windows: dict[str, Windows], length: int, rows: int) -> Perplexity:
     _warm(score, parameters, rows, length)
     start = time.perf_counter()
-    sums = {name: _nll_by_position(score, parameters, each, rows) for name, each in windows.items()}
+    losses = {name: losses_of(score, parameters, each, rows) for name, each in windows.items()}
     seconds = time.perf_counter() - start
-    means = {name: float(sums[name].sum()) / each.scored for name, each in windows.items()}
-    if not max(means.values()) < _LARGEST_NLL:
-        found = " and ".join(str(value) for value in means.values())
-        return Perplexity(length, error=f"the loss is not finite ({found} nats per token)")
+    for each in losses.values():
+        if each.error:
+            return Perplexity(length, error=each.error)
     computed = sum(_batches(each, rows) for each in windows.values()) * rows * length
-    ends, by_position = _by_position(sums["window"], windows["window"])
-    numbers = {f"{name}_nll": value for name, value in means.items()}
+    numbers = {f"{name}_nll": each.mean() for name, each in losses.items()}
     numbers |= {f"{name}_tokens": each.scored for name, each in windows.items()}
-    return Perplexity(
-        length, **numbers, position_ends=ends, position_nll=by_position, tokens_per_second=computed / seconds
-    )
+    numbers |= losses["window"].by_position()
+    return Perplexity(length, **numbers, tokens_per_second=computed / seconds)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The NLL of scored tokens, in nats, summed over windows, and the number of these tokens, both by position."""
+
+    sums: Float[np.ndarray, "length"]
+    counts: Float[np.ndarray, "length"]
+
+    def mean(self, last: int = 0) -> float:
+        """The mean over all tokens, or over those of the `last` positions."""
+        return float(self.sums[-last:].sum() / self.counts[-last:].sum())
+
+    @property
+    def error(self) -> str | None:
+        """Why there is no number; None if there is one."""
+        mean = self.mean()
+        return None if mean < _LARGEST_NLL else f"the loss is not finite ({mean} nats per token)"
+
+    def by_position(self) -> dict[str, tuple]:
+        """The ends of the parts of a window, and the mean in each part; None if nothing was scored there."""
+        ends = position_ends(len(self.sums))
+        starts = [0, *ends[:-1]]
+        parts = zip(np.add.reduceat(self.sums, starts), np.add.reduceat(self.counts, starts), strict=True)
+        means = tuple(float(total / count) if count else None for total, count in parts)
+        return {"position_ends": ends, "position_nll": means}
 
 
 def position_ends(length: int) -> tuple[int, ...]:
@@ -154,14 +177,6 @@ def position_ends(length: int) -> tuple[int, ...]:
     doublings = [2**n for n in range(length.bit_length())]
     ends = sorted({*doublings, *(3 * end // 2 for end in doublings if end > 1)})
     return (*(end for end in ends if end < length), length)
-
-
-def _by_position(sums: Float[np.ndarray, "length"], windows: Windows) -> tuple[tuple[int, ...], tuple]:
-    """The ends of the parts of a window, and the mean NLL in each part; None if nothing was scored there."""
-    ends = position_ends(len(sums))
-    starts, counts = [0, *ends[:-1]], windows.weights.sum(axis=0, dtype=np.float64)
-    totals, scored = np.add.reduceat(sums, starts), np.add.reduceat(counts, starts)
-    return ends, tuple(float(total / count) if count else None for total, count in zip(totals, scored, strict=True))
 
 
 def scoring(predictor: Predictor, rows: int, length: int) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
@@ -184,13 +199,16 @@ def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:
     jax.block_until_ready(score(parameters, tokens, weights))
 
 
-def _nll_by_position(score: Callable, parameters: Any, windows: Windows, rows: int) -> Float[np.ndarray, "length"]:
-    """Sums of NLL over windows by position, in float64; the last batch is filled up with windows of weight 0."""
+def losses_of(score: Callable, parameters: Any, windows: Windows, rows: int) -> Losses:
+    """The losses of windows, by the program of `scoring` for batches of `rows` windows, summed in float64.
+
+    The last batch is filled up with windows of weight 0.
+    """
     missing = _batches(windows, rows) * rows - len(windows.tokens)
     filled = [np.pad(values, ((0, missing), (0, 0))) for values in windows]
     batches = zip(*(np.split(values, len(values) // rows) for values in filled), strict=True)
     sums = [score(parameters, *batch) for batch in batches]
-    return np.sum(np.asarray(sums, np.float64), axis=0)
+    return Losses(np.sum(np.asarray(sums, np.float64), axis=0), windows.weights.sum(axis=0, dtype=np.float64))
 
 
 def _batches(windows: Windows, rows: int) -> int:

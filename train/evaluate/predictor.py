@@ -77,38 +77,43 @@ class Predictor:
 def next_nll(
     predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length+1"], length: int
 ) -> Float[Array, "rows length"]:
-    """The loss of every token except the first, given those before it: ``logsumexp(logits) - logits[token]``, in
-    nats."""
+    """The loss of every token except the first, given those before it, in nats."""
     row, ready = predictor.row(length), predictor.ready(parameters)
 
     def nll(hidden, targets):
-        logits = predictor.logits(ready, hidden).astype(jnp.float32)
-        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return loss_of(predictor.logits(ready, hidden), targets)
 
     hidden = predictor.hidden(parameters, row.apply(tokens[:, :-1]), length)
     return row.restore(_in_parts(predictor, row, nll, ready, hidden, row.apply(tokens[:, 1:])))
 
 
-def likeliest_next(
-    predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows asked"], length: int
-) -> Int[Array, "rows asked"]:
-    """The likeliest token after each of the positions `at` of the rows, given the row up to this position."""
-    ready = predictor.ready(parameters)
+def next_at(
+    predictor: Predictor,
+    parameters: Any,
+    tokens: Int[Array, "rows length+1"],
+    at: Int[Array, "rows asked"],
+    length: int,
+) -> tuple[Int[Array, "rows asked"], Float[Array, "rows asked"]]:
+    """The likeliest token after each of the positions `at` of the rows, and the loss of the token that is there, both
+    given the row up to this position."""
+    row, ready = predictor.row(length), predictor.ready(parameters)
 
-    def likeliest(hidden):
-        return best(predictor.logits(ready, hidden))
+    def following(hidden, targets):
+        logits = predictor.logits(ready, hidden)
+        return best(logits), loss_of(logits, targets)
 
-    asked = hidden_at(predictor, parameters, tokens, at, length)
-    return _in_parts(predictor, RowLayout(at.shape[1]), likeliest, ready, asked)
+    hidden = predictor.hidden(parameters, row.apply(tokens[:, :-1]), length)
+    asked = jnp.take_along_axis(hidden, row.padded_indices(at)[..., None], axis=1)
+    targets = jnp.take_along_axis(tokens, at + 1, axis=1)
+    return _in_parts(predictor, RowLayout(at.shape[1]), following, ready, asked, targets)
 
 
-def hidden_at(
-    predictor: Predictor, parameters: Any, tokens: Int[Array, "rows length"], at: Int[Array, "rows asked"], length: int
-) -> Float[Array, "rows asked width"]:
-    """The hidden states of the tokens at the positions `at` of the rows."""
-    row = predictor.row(length)
-    hidden = predictor.hidden(parameters, row.apply(tokens), length)
-    return jnp.take_along_axis(hidden, row.padded_indices(at)[..., None], axis=1)
+def loss_of(
+    logits: Float[Array, "*positions vocabulary"], targets: Int[Array, "*positions"]
+) -> Float[Array, "*positions"]:
+    """``logsumexp(logits) - logits[target]``, in nats."""
+    logits = logits.astype(jnp.float32)
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
 
 
 def best(logits: Float[Array, "*positions vocabulary"]) -> Int[Array, "*positions"]:
@@ -117,9 +122,10 @@ def best(logits: Float[Array, "*positions vocabulary"]) -> Int[Array, "*position
 
 
 def _in_parts(
-    predictor: Predictor, row: RowLayout, function: Callable[..., Array], ready: Any, hidden: Array, *more: Array
-) -> Array:
-    """``function(hidden, *more)`` over parts of the second axis, each with a bounded number of logits on a device.
+    predictor: Predictor, row: RowLayout, function: Callable[..., Any], ready: Any, hidden: Array, *more: Array
+) -> Any:
+    """``function(hidden, *more)``, arrays of [rows, tokens], over parts of the second axis, each with a bounded number
+    of logits on a device.
 
     Every device has a share of every part, since the tokens of a shard are contiguous.
     """
@@ -137,6 +143,8 @@ def _in_parts(
         x = jnp.moveaxis(x.reshape(rows, shards, count, size, *x.shape[3:]), 2, 0)
         return x.reshape(count, rows, shards * size, *x.shape[4:])
 
-    parts = jax.lax.map(lambda part: function(*part), tuple(map(split, (hidden, *more))))
-    parts = jnp.moveaxis(parts.reshape(count, rows, shards, size), 0, 2)
-    return parts.reshape(rows, shards, count * size)[:, :, :per_shard].reshape(rows, padded)
+    def joined(parts):
+        parts = jnp.moveaxis(parts.reshape(count, rows, shards, size), 0, 2)
+        return parts.reshape(rows, shards, count * size)[:, :, :per_shard].reshape(rows, padded)
+
+    return jax.tree.map(joined, jax.lax.map(lambda part: function(*part), tuple(map(split, (hidden, *more)))))

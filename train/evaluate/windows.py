@@ -54,12 +54,17 @@ def whole_windows(chosen: Sequence[Tokens], length: int) -> Windows:
     return _padded(cut, length)
 
 
+def ending(tokens: Tokens, length: int, opening: Sequence[int] = ()) -> Tokens:
+    """The window of `length` at the end of a text, which begins with the tokens of `opening` if there are any."""
+    return np.concatenate([np.array(opening, np.int32), tokens[len(opening) - length - 1 :]]).astype(np.int32)
+
+
 def last_windows(chosen: Sequence[Tokens], length: int, scored: int) -> Windows:
     """One window of `length` at the end of every piece, of which only the last `scored` targets count.
 
     The targets are the same at every length; only the context before them grows.
     """
-    windows = _padded([piece[-length - 1 :] for piece in chosen], length)
+    windows = _padded([ending(piece, length) for piece in chosen], length)
     windows.weights[:, : length - scored] = 0
     return windows
 

@@ -134,7 +134,9 @@ def test_pass_keys_count_if_every_token_is_the_likeliest(released, values, study
     for row in rows:
         right, losses = [], []
         for case in range(2):
-            tokens, size = measuring._prompt(vocabulary, SimpleNamespace(length=256, depth=row["depth"]), case)
+            sample = measuring._sample(vocabulary, SimpleNamespace(length=256, depth=row["depth"]), case)
+            ((start, end),) = sample.answers
+            tokens, size = sample.tokens[None], end - start
             text, answer = vocabulary.tokenizer.decode(tokens[0]).decode(), tokens[0, -size:]
             key = vocabulary.tokenizer.decode(answer).decode().strip()
             assert key.isdigit()

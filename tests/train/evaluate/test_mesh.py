@@ -15,7 +15,7 @@ from posjax import nn
 from train.config import parse
 from train.evaluate.decoder import cache_for, predictor_of, to_decode
 from train.evaluate.mesh import mesh_for, on, sizes_for, whole
-from train.evaluate.predictor import likeliest_next, next_nll
+from train.evaluate.predictor import next_at, next_nll
 from train.model.mesh import AXES, mesh_from_sizes
 from train.model.sharding import tree_shardings
 
@@ -51,7 +51,7 @@ def answers(model: nn.Decoder, where=None) -> dict:
     def found(parameters):
         return {
             "nll": next_nll(predictor, parameters, TOKENS, LENGTH),
-            "likeliest": likeliest_next(predictor, parameters, TOKENS[:, :LENGTH], AT, LENGTH),
+            "likeliest": next_at(predictor, parameters, TOKENS, AT, LENGTH)[0],
             "greedy": predictor.greedy(parameters, TOKENS[:, :20], 7),
         }
 

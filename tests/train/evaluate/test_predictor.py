@@ -7,7 +7,7 @@ import pytest
 
 from posjax.layout import Layout
 from train.evaluate import predictor as module
-from train.evaluate.predictor import Predictor, RowLayout, hidden_at, likeliest_next, next_nll
+from train.evaluate.predictor import Predictor, RowLayout, next_at, next_nll
 
 ZIGZAG = Layout("zigzag", 2)  # four chunks, of which a shard has the first and last, or those between
 LOGITS = np.random.default_rng(0).normal(size=(20, 7)).astype(np.float32)
@@ -41,9 +41,9 @@ def test_losses_and_likeliest_tokens_are_those_of_each_token_in_every_layout(mon
     chex.assert_shape(found, (3, length))
     np.testing.assert_allclose(found, exact, rtol=1e-5)
     asked = np.take_along_axis(before, at, axis=1)
-    given = predictor, jnp.asarray(LOGITS), jnp.asarray(before), jnp.asarray(at), length
-    np.testing.assert_array_equal(hidden_at(*given), LOGITS[asked])
-    np.testing.assert_array_equal(likeliest_next(*given), LOGITS[asked].argmax(-1))
+    likeliest, losses = next_at(predictor, jnp.asarray(LOGITS), jnp.asarray(TOKENS), jnp.asarray(at), length)
+    np.testing.assert_array_equal(likeliest, LOGITS[asked].argmax(-1))
+    np.testing.assert_allclose(losses, np.take_along_axis(exact, at, axis=1), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from train.data.tokenizer import load_tokenizer
 from train.evaluate.saved import write_rows
 from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
+from train.evaluate.windows import ending
 from train.model.build import RELEASED, extension_of, own_length
 
 TEXT, PASSKEY = "text", "passkey"
@@ -34,8 +35,7 @@ class StudyText:
 
     def last(self, length: int) -> np.ndarray:
         """The opening and the last tokens, ``length + 1`` together: ``length`` inputs, each with a target."""
-        rest = length + 1 - len(self.opening)
-        return np.array([*self.opening, *self.tokens[-rest:]], np.int32)
+        return ending(self.tokens, length, self.opening)
 
     def digest(self, length: int) -> str:
         """A hash of the tokens: it differs between texts that end differently."""

@@ -2,11 +2,10 @@
 memory."""
 
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -15,11 +14,14 @@ from train.compare.study.cells import TEXT, Cell
 from train.config import Config
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.decoder import predictor_of
-from train.evaluate.mesh import on, whole
-from train.evaluate.perplexity import position_ends
-from train.evaluate.predictor import Predictor, best, hidden_at, next_nll
+from train.evaluate.mesh import on
+from train.evaluate.perplexity import losses_of, scoring
+from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary
-from train.evaluate.tasks.passkey import QUESTION, Prompt, passkey
+from train.evaluate.tasks.passkey import passkey_answered
+from train.evaluate.tasks.sample import Sample
+from train.evaluate.tasks.scoring import NO_LOGITS, following, forced
+from train.evaluate.windows import whole_windows
 from train.model.build import scheme_of
 from train.runtime.lines import in_a_line
 
@@ -47,78 +49,53 @@ def _read(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> 
 
     The last tokens are the same at every length.
     """
-    tokens = np.repeat(cell.text.last(cell.length)[None], predictor.filled(1), axis=0)
-
-    def nll(parameters, tokens):
-        return whole(next_nll(predictor, parameters, tokens, cell.length)[0])
-
-    found, costs = _run(nll, parameters, tokens)
-    losses, ends = np.asarray(found, np.float64), position_ends(cell.length)
-    if not np.isfinite(losses).all():
-        return {"error": "the loss is not finite", **costs}
-    parts = np.add.reduceat(losses, [0, *ends[:-1]]) / np.diff([0, *ends])
-    return {
-        "nll": float(losses[-cell.sizes["scored"] :].mean()),
-        "position_ends": list(ends),
-        "position_nll": parts.tolist(),
-        "tokens_per_second": cell.length / costs["seconds"],
-        **costs,
-    }
+    length, rows = cell.length, predictor.filled(1)
+    program = _Program(scoring(predictor, rows, length)[0])
+    losses = losses_of(program, parameters, whole_windows([cell.text.last(length)], length), rows)
+    if losses.error:
+        return {"error": losses.error, **program.costs}
+    parts = {name: list(values) for name, values in losses.by_position().items()}
+    speed = length / program.costs["seconds"]
+    return {"nll": losses.mean(cell.sizes["scored"]), **parts, "tokens_per_second": speed, **program.costs}
 
 
 def _find(config: Config, predictor: Predictor, parameters: Any, cell: Cell) -> dict[str, Any]:
-    """The share of pass keys whose tokens are all the likeliest ones, given the text and the key up to each token.
+    """The share of pass keys that are right, see `forced`, and the mean loss of the key's tokens, in nats.
 
-    Exactly these keys would be written by greedy decoding. ``answer_nll`` is the mean negative log-likelihood of the
-    key's tokens, in nats. Time and memory are those of the last case.
+    Time and memory are those of the last batch.
     """
     vocabulary = Vocabulary(load_tokenizer(config.data))
-    right, losses, costs = [], [], {}
-    for case in range(cell.sizes["cases"]):
-        tokens, size = _prompt(vocabulary, cell, case)
-        tokens = np.repeat(tokens, predictor.filled(1), axis=0)
-
-        def answer(parameters, tokens, size=size):
-            at = jnp.broadcast_to(jnp.arange(cell.length - size, cell.length), (len(tokens), size))
-            hidden = hidden_at(predictor, parameters, tokens[:, :-1], at, cell.length)
-            logits = whole(predictor.logits(predictor.ready(parameters), hidden)[0])
-            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[0, -size:, None], axis=-1)
-            return best(logits) == tokens[0, -size:], -chosen.mean()
-
-        (found, loss), costs = _run(answer, parameters, tokens)
-        right.append(bool(np.asarray(found).all()))
-        losses.append(float(loss))
-    if not np.isfinite(losses).all():
-        return {"error": "the logits are not finite", **costs}
-    return {"accuracy": float(np.mean(right)), "answer_nll": float(np.mean(losses)), **costs}
+    samples = [_sample(vocabulary, cell, case) for case in range(cell.sizes["cases"])]
+    program = _Program(jax.jit(partial(following, predictor)))
+    shares, losses = forced(predictor, partial(program, parameters), samples, cell.length, rows=1)
+    if not np.isfinite(shares).all():
+        return {"error": NO_LOGITS, **program.costs}
+    return {"accuracy": float(shares.mean()), "answer_nll": float(losses.mean()), **program.costs}
 
 
-def _prompt(vocabulary: Vocabulary, cell: Cell, case: int) -> tuple[np.ndarray, int]:
-    """A text of the cell's length that ends in the pass key, and the key's number of tokens; the same for any
-    extension."""
-
-    def drawn(room: int) -> Prompt:
-        generator = np.random.default_rng([_SEED, cell.length, round(1000 * cell.depth), case])
-        return passkey(generator, vocabulary, cell.length + 1, cell.depth, room)
-
-    answer = _answer(vocabulary, drawn(1).answer.decode())
-    prompt = drawn(len(answer))
-    return np.concatenate([prompt.tokens, answer]).astype(np.int32)[None], len(answer)
+def _sample(vocabulary: Vocabulary, cell: Cell, case: int) -> Sample:
+    """A case of the pass key, the same for any extension. The model reads all but its last token."""
+    generator = np.random.default_rng([_SEED, cell.length, round(1000 * cell.depth), case])
+    return passkey_answered(generator, vocabulary, cell.length + 1, cell.depth)
 
 
-def _answer(vocabulary: Vocabulary, key: str) -> np.ndarray:
-    """The tokens of the key after the question. Tokenised alone, the key would start with an extra space in many
-    tokenizers."""
-    return vocabulary.tokens(f"{QUESTION} {key}")[len(vocabulary.tokens(QUESTION)) :]
+class _Program:
+    """A function that is compiled at its first call; `costs` are the seconds of the last call and the peak memory."""
+
+    def __init__(self, function: Any):
+        self._function, self._compiled = function, None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = self._function.lower(*arguments).compile()
+        start = time.perf_counter()
+        found = jax.block_until_ready(self._compiled(*arguments))
+        self.costs = {"seconds": time.perf_counter() - start, "memory_bytes": _memory(self._compiled)}
+        return found
 
 
-def _run(function: Callable, parameters: Any, tokens: np.ndarray) -> tuple[Any, dict[str, float]]:
-    """The result of a compiled function, its time in seconds, and the peak memory of its program in bytes."""
-    compiled = jax.jit(function).lower(parameters, tokens).compile()
-    start = time.perf_counter()
-    found = jax.block_until_ready(compiled(parameters, tokens))
-    seconds = time.perf_counter() - start
+def _memory(compiled: Any) -> int | None:
+    """The peak memory of a program in bytes; None if it is not known."""
     held = compiled.memory_analysis()
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
-    memory = None if held is None else sum(getattr(held, name) for name in sizes)
-    return found, {"seconds": seconds, "memory_bytes": memory}
+    return None if held is None else sum(getattr(held, name) for name in sizes)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.evaluate.tasks.sample import Sample, joined, too_short
+from train.evaluate.tasks.sample import Sample, Tokens, joined, too_short
 from train.evaluate.tasks.text import compose
 from train.evaluate.tasks.vocabulary import Vocabulary
 
@@ -35,11 +35,29 @@ def passkey(
 
     Raises ValueError for a length that is too short.
     """
-    key = str(generator.integers(10_000, 100_000))
+    key = _key(generator)
+    return Prompt(_asked(vocabulary, length, depth, key, new_tokens), key.encode())
+
+
+def passkey_answered(generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float) -> Sample:
+    """The text of `passkey` for the same key, followed by the key, the only answer; `length` tokens in all.
+
+    The key has the tokens that it has after the question: alone, many tokenizers would start it with an extra space.
+    """
+    key = _key(generator)
+    answer = vocabulary.tokens(f"{QUESTION} {key}")[len(vocabulary.tokens(QUESTION)) :]
+    return joined([(_asked(vocabulary, length, depth, key, len(answer)), False), (answer, True)])
+
+
+def _key(generator: np.random.Generator) -> str:
+    return str(generator.integers(10_000, 100_000))
+
+
+def _asked(vocabulary: Vocabulary, length: int, depth: float, key: str, room: int) -> Tokens:
+    """The text up to the end of the question, with `room` for more tokens."""
     fact = f"The pass key is {key}. Remember it. {key} is the pass key. "
-    ending = [(QUESTION, False)]
-    text = compose(vocabulary, length, _OPENING, itertools.cycle(SENTENCES), [fact], [depth], ending, room=new_tokens)
-    return Prompt(text.tokens, key.encode())
+    filler, question = itertools.cycle(SENTENCES), [(QUESTION, False)]
+    return compose(vocabulary, length, _OPENING, filler, [fact], [depth], question, room).tokens
 
 
 def passkey_tokens(

@@ -1,7 +1,7 @@
 """The score of a model on a task: the share of right answers."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,15 +10,17 @@ from jaxtyping import Int
 
 from train.config.settings.evaluate import TaskConfig
 from train.evaluate.mesh import whole
-from train.evaluate.predictor import NOT_FINITE, Predictor, likeliest_next
+from train.evaluate.predictor import NOT_FINITE, Predictor, next_at
 from train.evaluate.tasks.passkey import Prompt
 from train.evaluate.tasks.registry import Cases, cases
 from train.evaluate.tasks.sample import Sample
 from train.evaluate.tasks.vocabulary import Vocabulary
 from train.runtime.lines import in_a_line
 
+NO_LOGITS = "the logits are not finite"
 
-class _Refused(Exception):
+
+class Refused(ValueError):
     """Raised if a model refuses a length, with the message of the model."""
 
 
@@ -39,17 +41,22 @@ def measure_task(
     """
     groups = list(cases(name, section, vocabulary, length))
     samples = [sample for group in groups for sample in group.samples]
-    score = _continued if isinstance(samples[0], Prompt) else _forced
+    rows = batch_tokens // length
     try:
-        shares, error = score(predictor, parameters, vocabulary, samples, section, batch_tokens // length), None
-    except _Refused as refusal:
+        if isinstance(samples[0], Prompt):
+            shares = _continued(predictor, parameters, vocabulary, samples, section, rows)
+        else:
+            program = functools.partial(_following, predictor, parameters)
+            shares, _ = forced(predictor, program, samples, length, rows)
+        error = None
+    except Refused as refusal:
         shares, error = np.full(len(samples), np.nan), str(refusal)
     for group, part in zip(groups, np.split(shares, len(groups)), strict=True):
         yield {"task": name, "length": length, **_row(group, part, error)}
 
 
 def _row(group: Cases, shares: np.ndarray, error: str | None) -> dict[str, Any]:
-    broken = None if np.isfinite(shares).all() else error or "the logits are not finite"
+    broken = None if np.isfinite(shares).all() else error or NO_LOGITS
     choices = getattr(group.samples[0], "choices", 0)
     return {
         "depth": group.depth,
@@ -60,13 +67,15 @@ def _row(group: Cases, shares: np.ndarray, error: str | None) -> dict[str, Any]:
     }
 
 
-def _forced(
-    predictor: Predictor, parameters: Any, _: Vocabulary, samples: Sequence[Sample], __: TaskConfig, rows: int
-) -> np.ndarray:
-    """For every sample the share of right answers; NaN if any of the needed logits is not finite.
+def forced(
+    predictor: Predictor, program: Callable, samples: Sequence[Sample], length: int, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For every sample the share of right answers, and the mean loss of their tokens in nats. Shares are NaN if any of
+    the needed logits is not finite.
 
     Every token of an answer must be the likeliest one after the tokens before it. So an answer is right if and only if
-    greedy decoding, given the text up to it, writes it. All tokens are read in one forward pass.
+    greedy decoding, given the text up to it, writes it. All tokens are read in one forward pass of `length` tokens: all
+    of a sample, or all but the last. `program` is `following` of the predictor and its parameters.
     """
     positions = [np.concatenate([np.arange(*span) for span in sample.answers]) for sample in samples]
     # A power of two, so that tasks with about as many tokens to answer share a program.
@@ -74,14 +83,19 @@ def _forced(
     at = np.stack([np.pad(position, (0, most - len(position)), mode="edge") - 1 for position in positions]).astype(
         np.int32
     )
-    tokens = np.stack([sample.tokens for sample in samples])
-    found = _batched(predictor, functools.partial(_likeliest, predictor, parameters), rows, tokens, at)
-    return np.array([_share(sample, *pair) for sample, *pair in zip(samples, positions, found, strict=True)])
+    tokens = np.stack([np.pad(sample.tokens, (0, length + 1 - len(sample.tokens))) for sample in samples])
+    found, losses = _batched(predictor, program, rows, tokens, at)
+    shares = [_share(sample, *pair) for sample, *pair in zip(samples, positions, found, strict=True)]
+    means = [loss[: len(position)].mean() for position, loss in zip(positions, losses, strict=True)]
+    return np.array(shares), np.array(means)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _likeliest(predictor: Predictor, parameters: Any, tokens: Any, at: Any) -> Any:
-    return whole(likeliest_next(predictor, parameters, tokens, at, tokens.shape[1]))
+def following(predictor: Predictor, parameters: Any, tokens: Any, at: Any) -> Any:
+    """`next_at`, to be compiled; every process can read the results."""
+    return jax.tree.map(whole, next_at(predictor, parameters, tokens, at, tokens.shape[1] - 1))
+
+
+_following = jax.jit(following, static_argnums=0)
 
 
 def _share(sample: Sample, positions: Int[np.ndarray, "positions"], found: Int[np.ndarray, "more"]) -> float:
@@ -122,16 +136,17 @@ def _holds(vocabulary: Vocabulary, prompt: Prompt, text: Int[np.ndarray, "new"])
     return float(prompt.answer in vocabulary.tokenizer.decode(text[: ends[0]] if ends.size else text))
 
 
-def _batched(predictor: Predictor, function: Any, rows: int, *arrays: np.ndarray) -> np.ndarray:
+def _batched(predictor: Predictor, function: Callable, rows: int, *arrays: np.ndarray) -> Any:
     """``function(*arrays)`` in batches of about `rows` rows; the last batch is filled up with copies of its last row.
 
-    Raises _Refused if the model refuses the length.
+    Raises Refused if the model refuses the length.
     """
     count = len(arrays[0])
     rows = predictor.filled(max(1, min(rows, count)))
     filled = [np.pad(x, ((0, -count % rows), (0, 0)), mode="edge") for x in arrays]
     batches = zip(*(np.split(x, len(x) // rows) for x in filled), strict=True)
     try:
-        return np.concatenate([np.asarray(function(*batch)) for batch in batches])[:count]
+        found = [jax.device_get(function(*batch)) for batch in batches]
     except ValueError as error:
-        raise _Refused(in_a_line(error)) from None
+        raise Refused(in_a_line(error)) from None
+    return jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *found)
