@@ -23,7 +23,7 @@ from typing import IO
 from rich.console import Console
 
 from train.checkpoint.directory import RESULTS
-from train.compare.training import ASKED, ERROR
+from train.compare.training import ERROR, RESULT_CONFIG
 from train.config import CompareConfig, Config, parse_text, to_dict
 from train.monitor.logs import read_metrics
 from train.monitor.progress import show_share
@@ -37,7 +37,7 @@ _TRAINED = 0.8  # the share of a training's time that is over when its last step
 
 def finished(training: Config) -> bool:
     """Whether the training's directory holds the results of exactly this config."""
-    asked = training.directory / ASKED
+    asked = training.directory / RESULT_CONFIG
     results = training.directory / RESULTS
     if not (results.is_file() and asked.is_file()):
         return False

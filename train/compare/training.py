@@ -17,7 +17,7 @@ from train.loop.together import fit_together
 from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 
-ASKED = "member.yaml"  # the config that the results belong to
+RESULT_CONFIG = "member.yaml"  # the config that the results belong to
 ERROR = "error: "  # begins the line with the error on standard error
 DIVERGED = "training diverged"
 _COSTS = ("train_tokens_per_second", "peak_memory_bytes", "train_seconds", "tokens_per_second")
@@ -74,7 +74,7 @@ def _fit(config: Config, trial: bool, shown: bool) -> bool:
 def _write(config: Config, rows: list) -> None:
     config.directory.mkdir(parents=True, exist_ok=True)
     write_rows(config.directory / RESULTS, rows)
-    write_file(config.directory / ASKED, dump(config))
+    write_file(config.directory / RESULT_CONFIG, dump(config))
 
 
 def main() -> int:

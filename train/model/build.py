@@ -85,13 +85,13 @@ def extension_of(config: Config, entry: SchemeConfig, length: int) -> dict[str, 
 
     Raises ValueError for an extension that would replace a rule of the released model itself.
     """
-    own = own_length(config)
+    own = model_length(config)
     if entry.name != RELEASED:
         return completed(entry.extend, own, length)
     return continued(scheme_of(config, entry), entry.extend, own, length)
 
 
-def own_length(config: Config) -> int:
+def model_length(config: Config) -> int:
     """The length that the model was made for: its training length, or that of the released model if that is longer.
 
     A released model with another scheme was trained with that scheme at ``train.length`` only.
@@ -153,7 +153,7 @@ class Setup:
             "norm": nn.Norm(**vars(model.norm)),
             "residual": nn.Residual(**vars(model.residual)),
             "placement": self.placement,
-            "trained_length": own_length(self.config),
+            "trained_length": model_length(self.config),
         }
         return nn.DecoderConfig(**fields, scheme=self.scheme)
 

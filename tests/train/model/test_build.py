@@ -17,7 +17,7 @@ from train.model.build import (
     check_model,
     evaluated_scheme,
     learned_positions,
-    own_length,
+    model_length,
     scheme_of,
     trained_changes,
 )
@@ -49,7 +49,7 @@ def released(length, scheme="released", stated=None):
 )
 def test_a_model_was_made_for_the_longer_of_its_own_length_and_that_of_its_training(scheme, stated, trained, own):
     """Another scheme than that of the released model has only seen the length of the training."""
-    assert own_length(released(trained, scheme, stated)) == own
+    assert model_length(released(trained, scheme, stated)) == own
 
 
 def test_another_scheme_keeps_the_base_of_the_released_model():

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from train.compare.study.cells import PASSKEY, TEXT, is_to_be_searched
 from train.config import Config, dump
-from train.model.build import own_length
+from train.model.build import model_length
 from train.report import style
 from train.report.figures import Panel, draw_panels, groups, powers, titled
 from train.report.numbers import Estimate, Row, estimate, grouped, labels, lengths, of
@@ -39,7 +39,7 @@ _ERRORS = "In sentences ± is the standard error over texts of the difference be
 def _about(config: Config, text: Sequence[Row]) -> About:
     model = config.model
     return About(
-        title=f"{config.init.path.rstrip('/').rpartition('/')[2]} beyond its {own_length(config):,} tokens",
+        title=f"{config.init.path.rstrip('/').rpartition('/')[2]} beyond its {model_length(config):,} tokens",
         text=f"Texts: {', '.join(grouped(text, 'text'))}",
         model=f"{model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, not trained any further",
         config=dump(config),
@@ -90,7 +90,7 @@ def common_texts(text: Sequence[Row]) -> set[str]:
 
 def _levels(config: Config, text: Sequence[Row], texts: Collection[str]) -> dict[str, float]:
     """The losses of these texts for the model as released; empty unless all of them are measured."""
-    plain, own = plain_label(config), own_length(config)
+    plain, own = plain_label(config), model_length(config)
     measured = [n for n in lengths(text) if set(texts) <= losses(text, plain, n).keys()]
     return losses(text, plain, max((n for n in measured if n <= own), default=min(measured, default=0)))
 
@@ -150,7 +150,7 @@ def tables(config: Config, rows: Sequence[Row]) -> list[Table]:
 
 def _losses(config: Config, text: Sequence[Row]) -> Table:
     """The mean loss at each length, whose column names the number of its texts if others have more."""
-    own, texts = own_length(config), {n: len(grouped(mine, "text")) for n, mine in grouped(text, "length").items()}
+    own, texts = model_length(config), {n: len(grouped(mine, "text")) for n, mine in grouped(text, "length").items()}
     most = len(grouped(text, "text"))
     fewer = {n: "" if found == most else f", {found} of {most} texts" for n, found in texts.items()}
     over = "one text" if most == 1 else f"mean over {most} texts at most; {_SPREAD}"
@@ -193,7 +193,7 @@ def _notes(config: Config, rows: Sequence[Row]) -> list[str]:
     """The missing measurements with reasons, and the length for which LongRoPE's factors were searched."""
     failed = {f"{row['label']} at {row['length']:,}: {row['error']}" for row in rows if row["error"]}
     asked = [entry.label for entry in config.compare.schemes if is_to_be_searched(entry)]
-    length = config.compare.search.length or 2 * own_length(config)
+    length = config.compare.search.length or 2 * model_length(config)
     searched = f"factors and temperature are those searched for {length:,} tokens, at every length"
     return [*sorted(failed), *(f"{label}: {searched}" for label in asked if label in labels(rows))]
 
@@ -219,7 +219,7 @@ def draw(config: Config, text: Sequence[Row], title: str) -> bytes:
     """Loss against length beside loss by position; a row for each kind of extension if there are many."""
     kinds = {entry.label: _kind(entry.extend) for entry in config.compare.schemes}
     rows = [{**row, "base": None, "family": kinds[row["label"]], "seed": 0} for row in text if not row["error"]]
-    own, longest = own_length(config), lengths(rows)[-1]
+    own, longest = model_length(config), lengths(rows)[-1]
     ends, parts = partial(_by_length, text), partial(_by_position, text, longest)
     places = [n for n in powers(longest) if n >= _FIRST]
     columns = {

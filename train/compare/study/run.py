@@ -37,7 +37,7 @@ from train.data.sources import all_documents
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import mesh_for
 from train.evaluate.tasks import Vocabulary, check_tasks
-from train.model.build import Setup, check_vocabulary, own_length
+from train.model.build import Setup, check_vocabulary, model_length
 from train.model.extension import completed
 from train.monitor.cache import enable_compilation_cache
 from train.runtime.allocator import keep_memory_on_cpu
@@ -179,7 +179,7 @@ def _check_schemes(config: Config) -> None:
     """
     rope = Scheme(features=Rotary())
     for entry in config.compare.schemes:
-        change = completed(entry.extend, own_length(config), max(config.evaluate.lengths))
+        change = completed(entry.extend, model_length(config), max(config.evaluate.lengths))
         change.pop("layers", None)  # for models whose layers differ
         try:
             if not is_to_be_searched(entry):
