@@ -22,20 +22,20 @@ def shared_programs():
         tokenizer = size if config.model.causal else config.data
         return repr((config.seed, config.model, config.scheme, config.init.values, config.train, tokenizer))
 
-    def build_once(config, mesh):
-        program_key = key(config), mesh
+    def build_once(setup):
+        program_key = key(setup.config), setup.mesh
         if program_key not in built:
-            built[program_key] = build_program(config, mesh)
+            built[program_key] = build_program(setup)
         return built[program_key]
 
-    def check_once(config):
-        check_key = key(config), repr(config.data)
+    def check_once(setup):
+        check_key = key(setup.config), repr(setup.config.data)
         if check_key not in checked:
-            check_model(config)
+            check_model(setup)
         checked.add(check_key)
 
     def check_pair_once(before, after):
-        pair = key(before), key(after)
+        pair = key(before.config), key(after.config)
         if pair not in checked:
             check_continues(before, after)
         checked.add(pair)

@@ -15,7 +15,7 @@ from posjax.nn import from_pretrained
 from posjax.nn.huggingface import FAMILIES
 from train import cli
 from train.config import load_values
-from train.model.build import decoder_config
+from train.model.build import Setup
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/released.md").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def test_the_commands_run_in_their_order(place, capsys):
 def test_the_config_on_the_page_is_valid(place):
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
     config = load_values(yaml.safe_load(block.replace("2.0e-5", "0.00002")))
-    rule = decoder_config(config).scheme.features.frequencies
+    rule = Setup(config).decoder.scheme.features.frequencies
     assert isinstance(rule, pj.rotary.YaRN)
     assert (rule.factor, rule.original_length) == (1024.0, 32)
 

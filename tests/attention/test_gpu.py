@@ -112,6 +112,20 @@ def test_forward_and_every_gradient(case, capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
+@pytest.mark.wide
+def test_tiles_that_the_mask_empties_and_keys_of_other_branches_are_never_read(capsys):
+    """Keys 144 to 511 are seen: tile 1 by the remapped features alone, tile 2 by both, tile 3 by the near ones.
+
+    NaN elsewhere leaves no trace, forward or backward.
+    """
+    place = {"queries": 128, "keys": 640, "q_positions": Range(384, 128), "batch": 1}
+    case = Case("unread", LEARNED, Causal() & Window(240), remap=(Beyond(128),), **place, **NARROW)
+    tiles = {"k": (0, 1, 4), "v": (0, 4), "k0": (0, 3, 4)}
+    unread = [(name, slice(128 * n, 128 * n + 128)) for name, numbers in tiles.items() for n in numbers]
+    check_case(case, kernel(case), unread)
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
 def device(kind: str, count: int = 1) -> AbstractMesh:
     """A mesh of GPUs that this machine need not have."""
     return AbstractMesh((count,), ("all",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice(kind, 1, "gpu"))

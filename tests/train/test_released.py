@@ -27,6 +27,7 @@ from train.data.tokenizer import load_tokenizer
 from train.evaluate.saved import evaluation_documents
 from train.evaluate.windows import full_pieces, last_windows
 from train.loop.fit import fit, initial_parameters
+from train.model.build import Setup
 from train.model.extension import completed
 from train.model.mesh import make_mesh
 from train.runtime.rows import read_rows
@@ -96,7 +97,7 @@ def test_training_lowers_the_loss_alike_on_a_mesh(values, trained):
 def test_meshes_read_their_own_parts(released, values, mesh, share):
     config = with_changes(values, train={"mesh": mesh})
     on_mesh = make_mesh(config.train.mesh, config.train.rows)
-    found = dict(named_parameters(initial_parameters(config, on_mesh)))
+    found = dict(named_parameters(initial_parameters(Setup(config, on_mesh))))
     chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, each) for each in (found, numbers(released[1]))))
     up = found["stacks/0/0/mlp/up"]
     assert up.addressable_shards[0].data.size == up.size // share

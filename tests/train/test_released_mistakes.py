@@ -16,7 +16,7 @@ from train.config import parse
 from train.data.tokenizer import ends_of_text, load_tokenizer
 from train.evaluate.generate import SamplingOptions, tokens_after
 from train.loop.fit import fit
-from train.model.build import check_model
+from train.model.build import Setup, check_model
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_learned_positions_have_an_end(tmp_path, capsys):
     write_released(tmp_path, **GPT2)
     assert cli.main(["generate", str(tmp_path), "--prompt", "The", "--tokens", str(LENGTH)]) == 2
     assert "--tokens" in capsys.readouterr().err
-    refused("train.length", lambda: check_model(parse({"init": str(tmp_path), "train": {"length": 64}})))
+    refused("train.length", lambda: check_model(Setup(parse({"init": str(tmp_path), "train": {"length": 64}}))))
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_special_tokens_beyond_the_vocabulary_are_not_used(tiny, capsys):
     spare |= {"normalized": False, "special": True}
     edit(tiny / "tokenizer.json", added_tokens=[*tokens["added_tokens"], spare])
     config = parse({"init": str(tiny)})
-    check_model(config)
+    check_model(Setup(config))
     tokenizer = load_tokenizer(config.data)
     assert (tokenizer.vocabulary_size, tokenizer.encoded_size) == (VOCABULARY + 1, VOCABULARY)
     assert max(tokenizer.encode_all([b"an <image> of " + TEXT.encode()])[0]) < VOCABULARY
@@ -130,7 +130,7 @@ def test_special_tokens_beyond_the_vocabulary_are_not_used(tiny, capsys):
     assert cli.main(["generate", str(tiny), "--prompt", "a <image>"]) == 2
     assert f"no embedding for [{VOCABULARY}]" in capsys.readouterr().err
     edit(tiny / "tokenizer_config.json", eos_token="<image>")
-    refused("model.vocab_size", lambda: check_model(parse({"init": str(tiny)})))
+    refused("model.vocab_size", lambda: check_model(Setup(parse({"init": str(tiny)}))))
 
 
 def test_a_chat_model_ends_its_turn_by_its_own_token(tiny, capsys):

@@ -19,7 +19,7 @@ from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore
 from train.config import Config, SchemeConfig, own_tokenizer
 from train.config.settings.checks import check
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.model.build import evaluated_scheme, extension_of, own_length, scheme_of
+from train.model.build import evaluated_scheme, extension_of, model_length, scheme_of
 from train.model.extension import UNSCALED
 from train.runtime.lines import in_a_line
 from train.runtime.paths import path
@@ -72,7 +72,7 @@ def export(
 
 def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:
     """The length of the written model: its own, times the extension's factor if that counts from its own length."""
-    own, change = own_length(config), extension_of(config, entry, longest).get("frequencies")
+    own, change = model_length(config), extension_of(config, entry, longest).get("frequencies")
     if not isinstance(change, Mapping) or "factor" not in change or "original_length" in change:
         return own  # a rule with an original length states its own reach
     schemes = uniform(scheme_of(config, entry), config.model.num_layers).kinds

@@ -18,7 +18,7 @@ from train.checkpoint.reading import Damaged, read_whole
 from train.checkpoint.steps import read_run, tell_passed
 from train.config import Config, SchemeConfig, differences, load_values, to_dict
 from train.config.settings.checks import check
-from train.model.build import RELEASED, build_model
+from train.model.build import RELEASED, Setup
 from train.model.sharding import named_sharding, tree_shardings
 from train.runtime.distributed import decide
 from train.runtime.paths import check_checkpoints, path, write_file
@@ -109,14 +109,13 @@ def restore_model(directory: str | Path, stage: str = "", mesh: Mesh | None = No
 
 
 def _restored(folder: Path, config: Config, mesh: Mesh | None) -> nnx.Module:
-    model = nnx.eval_shape(lambda: build_model(config))
-    graph, abstract = nnx.split(model)
-    shapes = nnx.to_pure_dict(abstract)
+    setup = Setup(config)
+    model, shapes = setup.abstract, setup.shapes
     device = SingleDeviceSharding(jax.devices()[0])
     on_first = jax.tree.map(lambda _: device, shapes)
     shardings = on_first if mesh is None else tree_shardings(mesh, logical_axes(model), shapes)
     wanted = jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings)
-    return nnx.merge(graph, read_whole(folder, parameters=wanted)["parameters"])
+    return nnx.merge(nnx.graphdef(model), read_whole(folder, parameters=wanted)["parameters"])
 
 
 def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:

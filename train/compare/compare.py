@@ -25,7 +25,7 @@ from train.data.cache import TOKENS
 from train.evaluate.about import about, read_versions
 from train.evaluate.perplexity import Perplexity
 from train.evaluate.saved import check_causal, evaluation_documents
-from train.model.build import as_released, check_model, evaluated_scheme, learned_positions
+from train.model.build import Setup, as_released, check_model, evaluated_scheme, learned_positions
 from train.model.convert import check_continues
 from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
@@ -99,7 +99,7 @@ class _Progress:
             choice, trials = sweep(group[0], self._settings.sweep, self._run_trials)
         except ValueError as error:
             return list(group), in_a_line(error)
-        label, names = group[0].scheme.label, learned_positions(group[0])
+        label, names = group[0].scheme.label, learned_positions(Setup(group[0]))
         for trial in trials:
             columns = {"label": label, **trial.choice._asdict(), "chosen": trial.choice == choice}
             self.trials += [{**row, **columns} for row in trial.rows]
@@ -161,11 +161,11 @@ def _check_entry(config: Config, entry: SchemeConfig) -> None:
 
 def _check_stages(config: Config) -> None:
     """Raises ValueError for a stage whose scheme does not fit the model, its length or the stage before."""
-    stages = config.every_stage
+    stages = [Setup(stage) for stage in config.every_stage]
     for stage in stages:
         check_model(stage)
     if config.init.path:
-        check_continues(as_released(stages[0]), stages[0])
+        check_continues(Setup(as_released(stages[0].config)), stages[0])
     for before, after in pairwise(stages):
         check_continues(before, after)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from train.config import CompareConfig, Config, SchemeConfig
 from train.config.settings.checks import check
 from train.config.settings.compare import SweepConfig
-from train.model.build import learned_positions
+from train.model.build import Setup, learned_positions
 from train.report.numbers import training_length_loss
 
 TRIALS_FOLDER = "trials"
@@ -49,7 +49,7 @@ def sweep(config: Config, settings: SweepConfig, run: Runner) -> tuple[Choice, l
 
     Raises ValueError if all trials diverged.
     """
-    names = learned_positions(config)
+    names = learned_positions(Setup(config))
     factors = settings.position_factor if names else (1.0,)
     asked = [Choice(*pair) for pair in product(settings.learning_rate, factors)]
     trials: list[Trial] = []

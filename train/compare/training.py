@@ -18,7 +18,7 @@ from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 from train.runtime.rows import write_rows
 
-_ASKED = "member.yaml"  # the config that the results belong to
+_RESULT_CONFIG = "member.yaml"  # the config that the results belong to
 ERROR = "error: "  # begins the line with the error on standard error
 DIVERGED = "training diverged"
 _COSTS = ("train_tokens_per_second", "peak_memory_bytes", "train_seconds", "tokens_per_second")
@@ -75,12 +75,12 @@ def _fit(config: Config, trial: bool, shown: bool) -> bool:
 def _write(config: Config, rows: list) -> None:
     config.directory.mkdir(parents=True, exist_ok=True)
     write_rows(config.directory / RESULTS, rows)
-    write_file(config.directory / _ASKED, dump(config))
+    write_file(config.directory / _RESULT_CONFIG, dump(config))
 
 
 def finished(config: Config) -> bool:
     """Whether the training's directory holds the results of exactly this config."""
-    asked = config.directory / _ASKED
+    asked = config.directory / _RESULT_CONFIG
     if not (asked.is_file() and (config.directory / RESULTS).is_file()):
         return False
     return parse_text(asked.read_text(encoding="utf-8"), str(asked)) == config

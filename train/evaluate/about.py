@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from train.config import Config, dump
-from train.model.build import own_length
+from train.model.build import model_length
 from train.report import About
 from train.runtime.machine import own_versions, processor
 
@@ -21,7 +21,7 @@ def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str,
     stages = [stage.train for stage in config.every_stage]
     trained = ", then ".join(f"{each.steps:,} steps of {each.batch_tokens:,} tokens" for each in stages)
     trained = f"trained for {trained}" if config.steps else f"as released in {Path(config.init.path).name}"
-    own, longest = own_length(config), config.evaluate.lengths[-1]
+    own, longest = model_length(config), config.evaluate.lengths[-1]
     reach = f"beyond the training length of {own} tokens" if longest > own else f"up to {longest} tokens"
     return About(
         title=f"{config.name}: perplexity {reach}",

@@ -19,11 +19,11 @@ from posjax import nn
 from posjax.scheme.choices import check_reach
 from train.checkpoint.restore import config_of, entry_in_stage, restore
 from train.config.settings.checks import check
-from train.data.tokenizer import Tokenizer, ends_of_text, load_tokenizer
+from train.data.tokenizer import Tokenizer, ends_of_text
 from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
 from train.evaluate.mesh import mesh_for, on, whole
 from train.evaluate.saved import check_causal
-from train.model.build import check_vocabulary, evaluated_scheme
+from train.model.build import Setup, check_vocabulary, evaluated_scheme
 
 _UNFINISHED = "\ufffd".encode()
 """The result of some tokenizers for an incomplete character."""
@@ -141,8 +141,9 @@ def generate(
     write = write or _print
     config = config_of(directory, overrides)
     check_causal(config)
-    check_vocabulary(config)
-    tokenizer = load_tokenizer(config.data)
+    setup = Setup(config)
+    check_vocabulary(setup)
+    tokenizer = setup.tokenizer
     tokens = tokenizer.prompt(prompt.encode("utf-8"))
     _check_embedded(tokens, config.model.vocab_size or tokenizer.vocabulary_size)
     check(len(tokens) > 0, "--prompt is empty, and this tokenizer puts no BOS before a text; give at least one word")

@@ -25,9 +25,9 @@ from train.evaluate.perplexity import Perplexity, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
 from train.loop.fit import read_result
-from train.model.build import RELEASED, check_vocabulary, evaluated_scheme, own_length, scheme_of
+from train.model.build import RELEASED, Setup, check_vocabulary, evaluated_scheme, model_length, scheme_of
 from train.monitor.logs import read_metrics
-from train.report.families import family
+from train.report.numbers import family
 from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.distributed import decide
 from train.runtime.paths import path
@@ -179,7 +179,7 @@ def _rows_of_program(
 def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
     """The columns of a row that identify the measurement."""
     base = (found.run.label or found.stage.scheme.label) if entry.only_measured else None
-    seed, length = found.run.config.seed, own_length(found.stage)
+    seed, length = found.run.config.seed, model_length(found.stage)
     kind = family(scheme_of(found.stage))
     return {"label": entry.label, "base": base, "family": kind, "seed": seed, "train_length": length, **_ending(found)}
 
@@ -230,8 +230,9 @@ def evaluation_documents(config: Config, trials: bool = False) -> list[np.ndarra
     ``evaluate.tasks``.
     """
     check_causal(config)
-    check_vocabulary(config)
-    check_tasks(config.evaluate, _vocabulary(config))
+    setup = Setup(config)
+    check_vocabulary(setup)
+    check_tasks(config.evaluate, Vocabulary(setup.tokenizer))
     held_out = held_out_documents(config)
     if config.compare.sweep.learning_rate:
         check(

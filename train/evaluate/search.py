@@ -26,7 +26,7 @@ from train.evaluate.mesh import mesh_for, on, whole
 from train.evaluate.predictor import next_nll
 from train.evaluate.saved import evaluation_documents, last_length
 from train.evaluate.windows import full_pieces, last_windows
-from train.model.build import own_length, scheme_of
+from train.model.build import model_length, scheme_of
 from train.runtime.distributed import decide
 from train.runtime.paths import write_file
 
@@ -76,7 +76,7 @@ def search(
     config = dataclasses.replace(config, evaluate=_at(config, length))
     mesh = mesh_for(config, rows=1)
     stage, model = restore(directory, config, mesh=mesh)
-    trained = own_length(stage)
+    trained = model_length(stage)
     check(length > trained, f"--length must exceed the model's own, {trained}, found {length}")
     check_searchable(stage)
     folder = results_of(directory, config)
@@ -132,7 +132,7 @@ def search_factors(
     `wrap` gets the fitness function and returns the one to use, such as one that saves every result. A mesh, over which
     the model is split, must be in use.
     """
-    scheme, trained = check_searchable(config), own_length(config)
+    scheme, trained = check_searchable(config), model_length(config)
     rule, population = scheme.features.frequencies, effort.population
     half = rule.rotary_dim(model.config.head_dim) // 2
     initial = LongRoPE((1.0,) * half, (1.0,) * half, trained, factor=length / trained, base=rule.base)

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from posjax.layout import Layout
 from posjax.nn.huggingface.load import open_source, read_parameters
 from train.checkpoint.directory import check_run, create_run, is_started
 from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
@@ -27,15 +26,7 @@ from train.data.packing import Batch, pack_sample
 from train.data.pipeline import batches, held_out_sample, training_rows, warnings_of_shared_text
 from train.loop.optimizer import kept_moments
 from train.loop.step import Program, StepMetrics, build_program
-from train.model.build import (
-    RELEASED,
-    as_released,
-    check_model,
-    decoder_config,
-    placement,
-    replicated_parameters,
-    trained_changes,
-)
+from train.model.build import RELEASED, Setup, as_released, check_model, trained_changes
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
@@ -148,12 +139,20 @@ class Stage:
 
     number: int
     first_step: int
-    config: Config
-    mesh: Mesh
+    setup: Setup
     program: Program
-    layout: Layout
     rows: Any
     held_out: Any  # rows of held-out text, or None if none are measured during training
+
+    @property
+    def config(self) -> Config:
+        """The config of the stage."""
+        return self.setup.config
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the stage."""
+        return self.setup.mesh
 
     @property
     def last_step(self) -> int:
@@ -167,31 +166,29 @@ class Stage:
 
     def on_devices(self, batch: Any, rows: int, part: slice) -> Any:
         """This process's rows of a batch, in the order of the layout, as arrays over the mesh."""
-        return global_batch(self.mesh, jax.tree.map(self.layout.apply, batch), rows, part)
+        return global_batch(self.mesh, jax.tree.map(self.setup.placement.layout.apply, batch), rows, part)
 
 
 def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
     """All stages of a config, traced and checked against each other before any text is read, without compiling."""
     check_distinct("stages", config.stage_names, "give one of them its own name")
-    built: list[tuple[Config, Mesh, Program]] = []
+    built: list[tuple[Setup, Program]] = []
     for number, stage in enumerate(config.every_stage):
         try:
             built.append(_build(stage, built[-1][0] if built else None))
             if stage.scheme.name == RELEASED and stage.scheme.options:
                 which = f"stage {config.stage_names[number]}: " if config.stages else ""
                 log(f"{which}the released scheme, {_in_words(trained_changes(stage, stage.scheme))}")
-            if message := replicated_parameters(stage, built[-1][1]):
+            if message := built[-1][0].undivided:
                 log(f"warning: {message}")
         except ValueError as error:
             raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
     for line in decide(lambda: warnings_of_shared_text(config)):
         log(f"warning: {line}")
-    firsts = itertools.accumulate((each.train.steps for each, _, _ in built), initial=0)
+    firsts = itertools.accumulate((setup.config.train.steps for setup, _ in built), initial=0)
     return [
-        Stage(
-            number, first, each, mesh, program, placement(each, mesh).layout, training_rows(each, log), _held_out(each)
-        )
-        for number, (first, (each, mesh, program)) in enumerate(zip(firsts, built, strict=False))
+        Stage(number, first, setup, program, training_rows(setup.config, log), _held_out(setup.config))
+        for number, (first, (setup, program)) in enumerate(zip(firsts, built, strict=False))
     ]
 
 
@@ -212,22 +209,22 @@ def _held_out(config: Config) -> Any:
     return pack_sample(sample, length)
 
 
-def _build(config: Config, before: Config | None) -> tuple[Config, Mesh, Program]:
-    """A stage's config, mesh and program. The program is traced, so errors of attention or the loss are raised here."""
+def _build(config: Config, before: Setup | None) -> tuple[Setup, Program]:
+    """A stage and its program. The program is traced, so errors of attention or the loss are raised here."""
     train = config.train
     check(train.steps > 0, "train.steps is 0: there is nothing to train; use evaluate or compare to measure the model")
-    check_model(config)
-    mesh = make_mesh(train.mesh, train.rows // train.accumulate)
-    program = build_program(config, mesh)
+    check_model(Setup(config))
+    setup = Setup(config, make_mesh(train.mesh, train.rows // train.accumulate))
+    program = build_program(setup)
     if train.keep_moments:
-        _check_moments(None if before is None else build_program(before, mesh), program)
-    before = as_released(config) if before is None and config.init.path else before
+        _check_moments(None if before is None else build_program(replace(before, mesh=setup.mesh)), program)
+    before = Setup(as_released(config)) if before is None and config.init.path else before
     if before is not None:
-        check_continues(before, config)
+        check_continues(before, setup)
     field = jax.ShapeDtypeStruct((train.rows, train.length), np.int32)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(setup.mesh):
         program.update.eval_shape(program.given, program.abstract, Batch(*(field for _ in Batch._fields)))
-    return config, mesh, program
+    return setup, program
 
 
 def _check_moments(before: Program | None, program: Program) -> None:
@@ -323,7 +320,7 @@ class Run:
     def _first_state(self, stage: Stage, saved: Checkpoint | None, stream: Any) -> tuple[TrainState, int]:
         """The state to start from: the saved one, that of the saved parameters of the stage before, or a new one."""
         if saved is None and stage.config.init.path:
-            return stage.program.begin(initial_parameters(stage.config, stage.mesh)), 0
+            return stage.program.begin(initial_parameters(stage.setup)), 0
         if saved is None:
             return stage.program.initialize(stage.program.given.seed), 0
         if saved.stage == stage.number:
@@ -334,9 +331,9 @@ class Run:
 
     def _continued(self, stage: Stage, saved: Checkpoint) -> TrainState:
         """The first state of a stage from the last one of the stage before it."""
-        before = self.stages[saved.stage].config
-        abstract = build_program(before, stage.mesh).abstract
-        converted = jax.jit(partial(convert, before, stage.config))
+        before = replace(self.stages[saved.stage].setup, mesh=stage.mesh)
+        abstract = build_program(before).abstract
+        converted = jax.jit(partial(convert, before, stage.setup))
         if not stage.config.train.keep_moments:
             return stage.program.begin(converted(self.checkpoints.restore_parameters(saved, abstract.parameters)))
         last = self.checkpoints.restore(saved, abstract)
@@ -353,16 +350,16 @@ class Run:
         self.monitor.write(step, segment_ids, **found, tokens=tokens, skipped=int(metrics.skipped), **measured)
 
 
-def initial_parameters(config: Config, mesh: Mesh) -> Any:
-    """The parameters of the released model under ``init`` as those of a config, read straight to the devices' shards.
+def initial_parameters(setup: Setup) -> Any:
+    """The parameters of the released model under ``init`` as those of a stage, read straight to the devices' shards.
 
     Raises FileNotFoundError without the model, and ValueError for tensors that do not match its config.
     """
-    released = as_released(config)
-    abstract = build_program(released, mesh).abstract.parameters
-    source, values = open_source(config.init.path), config.init.values
-    found = read_parameters(source, values, decoder_config(released), abstract)
-    return jax.jit(partial(convert, released, config))(found) if config.scheme.name != RELEASED else found
+    config = setup.config
+    released = Setup(as_released(config), setup.mesh)
+    abstract = build_program(released).abstract.parameters
+    found = read_parameters(open_source(config.init.path), config.init.values, released.decoder, abstract)
+    return jax.jit(partial(convert, released, setup))(found) if config.scheme.name != RELEASED else found
 
 
 def _stream_seed(seed: int, stage: int) -> int:

@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, Int32, Key, UInt32
 
 from posjax.layout import Layout
 from posjax.nn import logical_axes
+from posjax.scheme import Layers, Scheme
 from train.config import Config
 from train.data.packing import Batch
-from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.data.tokenizer import Tokenizer
 from train.loop.loss import Losses, token_losses
 from train.loop.optimizer import FROZEN, Rates, learning_rate, make_optimizer, param_labels
-from train.model.build import build_model, placement, scheme_of
+from train.model.build import Setup
 from train.model.sharding import (
     LENGTH_AXES,
     cast_matrices,
@@ -58,13 +59,13 @@ def mask_tokens(
     return jnp.where(chosen, tokenizer.mask, tokens), jnp.where(chosen, tokens, -1)
 
 
-def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
-    """The values that the scheme's rule draws for a batch, as arguments of the model; empty if it has no rule.
+def draw_positions(scheme: Scheme | Layers, key: Key[Array, ""], batch: Batch, layout: Layout) -> dict[str, Array]:
+    """The values that a scheme's rule draws for a batch, as arguments of the model; empty if it has no rule.
 
     Drawn ids run through a whole row, not through each document, since documents do not see each other. The values are
     reordered to the `layout` of the batch.
     """
-    rule = scheme_of(config).training_positions
+    rule = scheme.training_positions
     if rule is None:
         return {}
     return {
@@ -74,10 +75,10 @@ def draw_positions(config: Config, key: Key[Array, ""], batch: Batch, layout: La
     }
 
 
-def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], parameters: Any) -> Any:
+def redraw(setup: Setup, key: Key[Array, ""], step: Int32[Array, ""], parameters: Any) -> Any:
     """The parameters with new random features (Performer's projections) every ``redraw_every`` steps."""
-    kernel = getattr(scheme_of(config), "linear", None)
-    if kernel is None or not kernel.random or not config.train.redraw_every:
+    kernel, every = getattr(setup.scheme, "linear", None), setup.config.train.redraw_every
+    if kernel is None or not kernel.random or not every:
         return parameters
 
     def renew(path, leaf):
@@ -85,7 +86,7 @@ def redraw(config: Config, key: Key[Array, ""], step: Int32[Array, ""], paramete
             return leaf
         leaf_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         drawn = jax.vmap(lambda k: kernel.draw(k, leaf.shape[-1]))(jax.random.split(leaf_key, leaf.shape[0]))
-        due = (step > 0) & (step % config.train.redraw_every == 0)
+        due = (step > 0) & (step % every == 0)
         return jnp.where(due, drawn, leaf)
 
     return jax.tree_util.tree_map_with_path(renew, parameters)
@@ -120,21 +121,34 @@ class Given(NamedTuple):
 class Parts:
     """The static parts of an update, known when tracing."""
 
-    config: Config
-    mesh: Mesh
+    setup: Setup
     graph: nnx.GraphDef
     axes: Any
-    layout: Layout
+
+    @property
+    def config(self) -> Config:
+        """The config of the stage."""
+        return self.setup.config
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        """The mesh of the stage."""
+        return self.setup.mesh
+
+    @property
+    def layout(self) -> Layout:
+        """How a row lies over the mesh."""
+        return self.setup.placement.layout
 
     def given(self, config: Config) -> Given:
         """The seed and the rates of a config, which may differ from the one of these parts in them."""
         return Given(np.uint32(config.seed), Rates.of(config.train, self.axes))
 
 
-def build_program(config: Config, mesh: Mesh) -> Program:
+def build_program(setup: Setup) -> Program:
     """The program of a stage, not yet compiled. Raises ValueError for an invalid model, scheme or mesh."""
-    parts = parts_of(config, mesh)
-    given = parts.given(config)
+    parts, mesh = parts_of(setup), setup.mesh
+    given = parts.given(setup.config)
     shapes = jax.eval_shape(partial(initialize, parts), given.seed)
     parameters = tree_shardings(mesh, parts.axes, shapes.parameters)
     replicated = named_sharding(mesh, ())
@@ -154,17 +168,15 @@ def build_program(config: Config, mesh: Mesh) -> Program:
     )
 
 
-def parts_of(config: Config, mesh: Mesh | AbstractMesh) -> Parts:
+def parts_of(setup: Setup) -> Parts:
     """The parts of an update. Raises ValueError as `build_program` does."""
-    model = nnx.eval_shape(lambda: build_model(config, mesh))
-    graph, _ = nnx.split(model)
-    axes = logical_axes(model)
-    return Parts(config, mesh, graph, axes, placement(config, mesh).layout)
+    graph, _ = nnx.split(setup.abstract)
+    return Parts(setup, graph, logical_axes(setup.abstract))
 
 
 def initialize(parts: Parts, seed: UInt32[Array, ""]) -> TrainState:
     """The first state of a training, whose parameters are drawn from the seed."""
-    return _begin(parts, nnx.to_pure_dict(nnx.state(build_model(parts.config, seed=seed))))
+    return _begin(parts, nnx.to_pure_dict(nnx.state(parts.setup.model(seed))))
 
 
 def _begin(parts: Parts, parameters: Any) -> TrainState:
@@ -178,7 +190,7 @@ def update(parts: Parts, given: Given, state: TrainState, batch: Batch) -> tuple
     """The state after a batch, and its metrics; random draws depend only on the seed and the step."""
     key = jax.random.fold_in(jax.random.key(given.seed), state.step)
     for_batch, for_features = jax.random.split(key)
-    before = redraw(parts.config, for_features, state.step, state.parameters)
+    before = redraw(parts.setup, for_features, state.step, state.parameters)
     losses, gradients = _gradients(parts, for_batch, before, batch)
     loss, norm = losses.nll / jnp.maximum(losses.count, 1), optax.tree.norm(gradients)
     schedule = learning_rate(parts.config.train, given.rates.peak)
@@ -216,7 +228,7 @@ def _gradients(parts: Parts, key, parameters: Any, batch: Batch) -> tuple[Losses
     predicted = jnp.maximum(jnp.sum(batch.labels >= 0), 1)
 
     def drawn(number, rows: Batch):
-        return draw_positions(parts.config, jax.random.fold_in(key, number), rows, parts.layout)
+        return draw_positions(parts.setup.scheme, jax.random.fold_in(key, number), rows, parts.layout)
 
     if count == 1:
         return _of_piece(parts, parameters, predicted, _BatchPart(batch, drawn(0, batch)))
@@ -291,8 +303,8 @@ def _added_by_replica(parts: Parts, parameters: Any, predicted, pieces: _BatchPa
 
 def _of_one_replica(parts: Parts) -> Parts:
     """The parts of an update for a model over the mesh of one replica."""
-    model = nnx.eval_shape(lambda: build_model(parts.config, without(parts.mesh, "replica")))
-    return replace(parts, graph=nnx.split(model)[0])
+    setup = replace(parts.setup, mesh=without(parts.mesh, "replica"))
+    return replace(parts, graph=nnx.split(setup.abstract)[0])
 
 
 def without(mesh: Mesh, axis: str) -> AbstractMesh:
@@ -305,7 +317,7 @@ def _prepared(parts: Parts, key, batch: Batch) -> Batch:
     """The batch as the model sees it: with masked tokens, if the model is trained to predict those."""
     if parts.config.model.causal:
         return batch
-    rate, tokenizer = parts.config.train.mask_rate, load_tokenizer(parts.config.data)
+    rate, tokenizer = parts.config.train.mask_rate, parts.setup.tokenizer
     # Drawn in the tokens' own order, so the result does not depend on the layout.
     in_order = (parts.layout.restore(array) for array in (batch.tokens, batch.segment_ids))
     tokens, labels = map(parts.layout.apply, mask_tokens(key, *in_order, rate, tokenizer))

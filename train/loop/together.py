@@ -23,6 +23,7 @@ from train.data.packing import Batch, PackedRows
 from train.data.pipeline import batches, training_rows
 from train.loop.fit import FitResult, finite, write_result
 from train.loop.step import StepMetrics, initialize, parts_of, update, without
+from train.model.build import Setup
 from train.model.mesh import AXES, mesh_from_sizes
 from train.model.state import TrainState
 from train.monitor.cache import enable_compilation_cache
@@ -160,7 +161,7 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
     devices = (jax.devices() if devices is None else devices)[: len(configs)]
     mesh = mesh_from_sizes(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
     filled = [*configs, *[configs[-1]] * (-len(configs) % len(devices))]
-    parts = parts_of(configs[0], without(mesh, _AXIS))
+    parts = parts_of(Setup(configs[0], without(mesh, _AXIS)))
     given = jax.tree.map(lambda *each: np.stack(each), *(parts.given(config) for config in filled))
 
     map_trainings = _in_turn if devices[0].platform == "cpu" else jax.vmap

@@ -1,6 +1,7 @@
 """From a config to a model: the scheme, and the decoder around it."""
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.presets import scheme, scheme_options
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check, check_chunks
-from train.data.tokenizer import load_tokenizer
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES
 from train.model.sharding import replicated
@@ -84,13 +85,13 @@ def extension_of(config: Config, entry: SchemeConfig, length: int) -> dict[str, 
 
     Raises ValueError for an extension that would replace a rule of the released model itself.
     """
-    own = own_length(config)
+    own = model_length(config)
     if entry.name != RELEASED:
         return completed(entry.extend, own, length)
     return continued(scheme_of(config, entry), entry.extend, own, length)
 
 
-def own_length(config: Config) -> int:
+def model_length(config: Config) -> int:
     """The length that the model was made for: its training length, or that of the released model if that is longer.
 
     A released model with another scheme was trained with that scheme at ``train.length`` only.
@@ -99,27 +100,105 @@ def own_length(config: Config) -> int:
     return max(released, config.train.length)
 
 
-def check_model(config: Config) -> None:
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What the config of one stage means: its tokenizer, scheme and decoder, each made once, when it is needed first.
+
+    Args:
+        config: the config of the stage.
+        mesh: over which the decoder is split, or None.
+    """
+
+    config: Config
+    mesh: Mesh | AbstractMesh | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the text. Raises FileNotFoundError and ValueError for one that cannot be read."""
+        return load_tokenizer(self.config.data)
+
+    @cached_property
+    def scheme(self) -> Scheme | Layers:
+        """The scheme that is trained; see `scheme_of`."""
+        return scheme_of(self.config)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """How activations are sharded over the mesh. Raises ValueError for a mesh that the model cannot use."""
+        mesh, context = self.mesh, self.config.train.context
+        if mesh is None:
+            return Placement()
+        shards, kind = mesh.shape["context"], context.layout
+        if kind == "auto":
+            rings = not {"auto", "ring", "ring-ulysses"}.isdisjoint(context.strategies)
+            balanced = rings and self.config.model.causal and shards > 1
+            kind = "zigzag" if balanced and self.config.train.length % (2 * shards) == 0 else "contiguous"
+        return Placement(
+            batch=tuple(axis for axis in BATCH_AXES if axis in mesh.shape),
+            context="context" if shards > 1 else None,
+            heads="tensor" if mesh.shape["tensor"] > 1 else None,
+            strategy=context.strategy,
+            layout=Layout(kind, shards),
+            ulysses=context.ulysses,
+        )
+
+    @cached_property
+    def decoder(self) -> nn.DecoderConfig:
+        """The shape of the decoder over the mesh. Raises ValueError for one that cannot be built."""
+        model = self.config.model
+        fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+        fields |= {
+            "vocab_size": fields["vocab_size"] or self.tokenizer.vocabulary_size,
+            "experts": None if model.experts is None else nn.Experts(**vars(model.experts)),
+            "norm": nn.Norm(**vars(model.norm)),
+            "residual": nn.Residual(**vars(model.residual)),
+            "placement": self.placement,
+            "trained_length": model_length(self.config),
+        }
+        return nn.DecoderConfig(**fields, scheme=self.scheme)
+
+    def model(self, seed: int | Int32[Array, ""] | None = None) -> nn.Decoder:
+        """The decoder with parameters drawn from a seed, by default the config's own."""
+        return nn.Decoder(self.decoder, rngs=nnx.Rngs(jax.random.key(self.config.seed if seed is None else seed)))
+
+    @cached_property
+    def abstract(self) -> nn.Decoder:
+        """The decoder with shapes and dtypes in place of parameters."""
+        return nnx.eval_shape(self.model)
+
+    @property
+    def shapes(self) -> Any:
+        """The shapes and dtypes of the parameters, by their names."""
+        return nnx.to_pure_dict(nnx.state(self.abstract))
+
+    @property
+    def undivided(self) -> str:
+        """A line on the parameters that the mesh does not divide; see `train.model.sharding.replicated`."""
+        return replicated(self.mesh, nn.logical_axes(self.abstract), self.shapes)
+
+
+def check_model(setup: Setup) -> None:
     """Raises ValueError for a scheme that does not fit the model or its training length; computes nothing.
 
     Also raises it for a vocabulary that is too small for the tokenizer.
     """
-    check_vocabulary(config)
-    check_chunks(decoder_config(config).vocab_size, config.train.loss_chunks)
-    _check_reach(config)
+    config, length = setup.config, setup.config.train.length
+    check_vocabulary(setup)
+    check_chunks(setup.decoder.vocab_size, config.train.loss_chunks)
+    _check_reach(setup)
 
     def forward(key):
-        rule = scheme_of(config).training_positions
-        drawn = {} if rule is None else rule.draw(key, 1, config.train.length)._asdict()
-        tokens = jnp.zeros((1, config.train.length), jnp.int32)
-        return build_model(config)(tokens, **{name: value for name, value in drawn.items() if value is not None})
+        rule = setup.scheme.training_positions
+        drawn = {} if rule is None else rule.draw(key, 1, length)._asdict()
+        tokens = jnp.zeros((1, length), jnp.int32)
+        return setup.model()(tokens, **{name: value for name, value in drawn.items() if value is not None})
 
     jax.eval_shape(forward, jax.random.key(0))
 
 
-def check_vocabulary(config: Config) -> None:
+def check_vocabulary(setup: Setup) -> None:
     """Raises ValueError for a tokenizer with more tokens than the model's vocabulary."""
-    tokenizer = load_tokenizer(config.data)
+    config, tokenizer = setup.config, setup.tokenizer
     found, needed = config.model.vocab_size, tokenizer.encoded_size
     check(
         config.model.causal or tokenizer.mask != tokenizer.eos,
@@ -130,10 +209,9 @@ def check_vocabulary(config: Config) -> None:
     check(not found or found >= needed, f"model.vocab_size: the tokenizer has {needed} tokens, found {found}; {works}")
 
 
-def _check_reach(config: Config) -> None:
+def _check_reach(setup: Setup) -> None:
     """Raises ValueError for a table of absolute embeddings that is shorter than the text; beyond its end it is NaN."""
-    length, name = config.train.length, config.scheme.name
-    reach = scheme_of(config).reach
+    length, name, reach = setup.config.train.length, setup.config.scheme.name, setup.scheme.reach
     works = f"train.length={reach}" if name == RELEASED else f"scheme.max_length={length}"
     check(
         reach is None or reach >= length,
@@ -141,71 +219,17 @@ def _check_reach(config: Config) -> None:
     )
 
 
-def decoder_config(config: Config, mesh: Mesh | None = None) -> nn.DecoderConfig:
-    """The shape of the decoder that a config trains, over a mesh if there is one.
-
-    Raises ValueError for one that cannot be built.
-    """
-    fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
-    fields |= {
-        "vocab_size": fields["vocab_size"] or load_tokenizer(config.data).vocabulary_size,
-        "experts": None if config.model.experts is None else nn.Experts(**vars(config.model.experts)),
-        "norm": nn.Norm(**vars(config.model.norm)),
-        "residual": nn.Residual(**vars(config.model.residual)),
-        "placement": placement(config, mesh),
-        "trained_length": own_length(config),
-    }
-    return nn.DecoderConfig(**fields, scheme=scheme_of(config))
-
-
-def placement(config: Config, mesh: Mesh | None) -> Placement:
-    """How activations are sharded over the mesh of a stage. Raises ValueError for a mesh that the model cannot use."""
-    if mesh is None:
-        return Placement()
-    shards, context = mesh.shape["context"], config.train.context
-    kind = context.layout
-    if kind == "auto":
-        rings = not {"auto", "ring", "ring-ulysses"}.isdisjoint(context.strategies)
-        balanced = rings and config.model.causal and shards > 1
-        kind = "zigzag" if balanced and config.train.length % (2 * shards) == 0 else "contiguous"
-    return Placement(
-        batch=tuple(axis for axis in BATCH_AXES if axis in mesh.shape),
-        context="context" if shards > 1 else None,
-        heads="tensor" if mesh.shape["tensor"] > 1 else None,
-        strategy=context.strategy,
-        layout=Layout(kind, shards),
-        ulysses=context.ulysses,
-    )
-
-
-def build_model(config: Config, mesh: Mesh | None = None, seed: int | Int32[Array, ""] | None = None) -> nn.Decoder:
-    """The decoder that a config trains, with parameters drawn from a seed, by default the config's own.
-
-    Raises ValueError for a decoder that cannot be built.
-    """
-    return nn.Decoder(
-        decoder_config(config, mesh), rngs=nnx.Rngs(jax.random.key(config.seed if seed is None else seed))
-    )
-
-
-def learned_positions(config: Config) -> tuple[str, ...]:
-    """Patterns of the names of the parameters that a config's scheme learns, as in ``train.learning_rate_factors``.
+def learned_positions(setup: Setup) -> tuple[str, ...]:
+    """Patterns of the names of the parameters that a scheme learns, as in ``train.learning_rate_factors``.
 
     Empty for schemes without parameters. The projections of linear attention do not encode position and are not among
     them.
     """
-    axes = nn.logical_axes(nnx.eval_shape(lambda: build_model(config)))
-    names = [name.split("/") for name, _ in named_parameters(axes)]
+    names = [name.split("/") for name, _ in named_parameters(nn.logical_axes(setup.abstract))]
     inside = [parts[parts.index("learned") + 1] for parts in names if "learned" in parts]
     around = [parts[0] for parts in names if parts[0] in ("shared", "embedding")]
     found = [f"{part}/*" for part in around] + [f"*/learned/{slot}/*" for slot in inside if slot != "linear"]
     return tuple(dict.fromkeys(found))
-
-
-def replicated_parameters(config: Config, mesh: Mesh | AbstractMesh) -> str:
-    """A line on the parameters that a mesh does not divide; see `train.model.sharding.replicated`."""
-    model = nnx.eval_shape(lambda: build_model(config))
-    return replicated(mesh, nn.logical_axes(model), nnx.to_pure_dict(nnx.state(model)))
 
 
 def as_released(config: Config) -> Config:

@@ -9,16 +9,15 @@ from posjax.coca import Coca, merge_projection
 from posjax.nn.huggingface.load import named_parameters
 from posjax.rotary import Rotary
 from posjax.scheme import Scheme
-from train.config import Config
-from train.model.build import build_model, decoder_config
+from train.model.build import Setup
 
 
-def check_continues(before: Config, after: Config) -> None:
+def check_continues(before: Setup, after: Setup) -> None:
     """Raises ValueError unless `after` can start from the weights of `before`; computes nothing."""
-    jax.eval_shape(lambda: convert(before, after, nnx.to_pure_dict(nnx.state(build_model(before)))))
+    jax.eval_shape(lambda: convert(before, after, nnx.to_pure_dict(nnx.state(before.model()))))
 
 
-def convert(before: Config, after: Config, parameters: Any) -> Any:
+def convert(before: Setup, after: Setup, parameters: Any) -> Any:
     """The parameters of one stage as those of the next.
 
     Parameters that have the same names and shapes in the next scheme are copied. RoPE turns into CoCA (Zhu et al.,
@@ -27,8 +26,9 @@ def convert(before: Config, after: Config, parameters: Any) -> Any:
 
     Raises ValueError for schemes that do not follow from each other.
     """
-    wanted = nnx.eval_shape(lambda: nnx.to_pure_dict(nnx.state(build_model(after))))
+    wanted = after.shapes
     found = dict(named_parameters(parameters))
+    old, new = before.config.scheme.label, after.config.scheme.label
     schemes = dict(_schemes(before, after))
 
     def taken(name: str, shape: tuple[int, ...]) -> Any:
@@ -40,7 +40,7 @@ def convert(before: Config, after: Config, parameters: Any) -> Any:
             if merged.shape == shape:
                 return merged
         raise ValueError(
-            f"scheme: {after.scheme.label!r} cannot start from the weights of {before.scheme.label!r}: {name} was "
+            f"scheme: {new!r} cannot start from the weights of {old!r}: {name} was "
             f"{found[name].shape if name in found else 'not trained'} and must be {shape}. The same parameters, or "
             "RoPE turning into CoCA, would work"
         )
@@ -48,15 +48,13 @@ def convert(before: Config, after: Config, parameters: Any) -> Any:
     names = [(name, leaf.shape) for name, leaf in named_parameters(wanted)]
     lost = sorted(found.keys() - {name for name, _ in names})
     if lost:
-        raise ValueError(
-            f"scheme: {after.scheme.label!r} would lose parameters that {before.scheme.label!r} has learned: {lost[0]}"
-        )
+        raise ValueError(f"scheme: {new!r} would lose parameters that {old!r} has learned: {lost[0]}")
     return jax.tree.unflatten(jax.tree.structure(wanted), [taken(name, shape) for name, shape in names])
 
 
-def _schemes(before: Config, after: Config):
+def _schemes(before: Setup, after: Setup):
     """For every block's name its scheme in both stages, if the layers of both stages follow the same pattern."""
-    patterns = [decoder_config(config).layers.patterns for config in (before, after)]
+    patterns = [setup.decoder.layers.patterns for setup in (before, after)]
     for p, ((old, old_repeats), (new, new_repeats)) in enumerate(zip(*patterns, strict=False)):
         if old_repeats == new_repeats:
             yield from ((f"stacks/{p}/{n}", pair) for n, pair in enumerate(zip(old, new, strict=False)))

@@ -18,7 +18,7 @@ from posjax.positions import Range
 from posjax.scheme import Layers, Scheme
 from posjax.scheme.choices import all_of
 from train.config import Config
-from train.model.build import decoder_config
+from train.model.build import Setup
 
 END = np.iinfo(np.int64).max // 4
 """A position after the end of any sequence."""
@@ -49,7 +49,7 @@ def update_flops(config: Config) -> Flops:
 
     Each call reads the tokenizer, for the vocabulary; to count many batches use `decoder_flops`.
     """
-    row = decoder_flops(decoder_config(config), np.zeros((1, config.train.length), np.int32))
+    row = decoder_flops(Setup(config).decoder, np.zeros((1, config.train.length), np.int32))
     return Flops(config.train.rows * row.parameters, config.train.rows * row.attention)
 
 
@@ -113,7 +113,7 @@ def maxtext_flops(config: Config) -> Flops:
 
     attention = layers x 12 heads d_head length^2 / 2 x rows.
     """
-    decoder, train = decoder_config(config), config.train
+    decoder, train = Setup(config).decoder, config.train
     work = 12 * decoder.num_layers * decoder.num_heads * decoder.head_dim
     return Flops(6.0 * product_parameters(decoder) * train.batch_tokens, work * train.length**2 / 2 * train.rows)
 

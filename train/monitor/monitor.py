@@ -12,7 +12,7 @@ import numpy as np
 
 from posjax.nn import DecoderConfig
 from train.config import Config, TrainConfig
-from train.model.build import decoder_config
+from train.model.build import Setup
 from train.model.flops import decoder_flops
 from train.monitor.goodput import Goodput
 from train.monitor.logs import MetricsLog, TensorBoardLog, WandbLog, check_wandb
@@ -64,7 +64,7 @@ class Monitor:
         self._config, self._directory, self._label = config, directory, label
         self._stages = config.every_stage
         # Computed once: the vocabulary may be in a file.
-        self._decoders = [decoder_config(stage) for stage in self._stages]
+        self._decoders = [Setup(stage).decoder for stage in self._stages]
         self._meter = Meter(count_chips(devices), PEAK_FLOPS.get(devices[0].device_kind))
         self._compiles = True
         self._process = jax.process_index()

@@ -156,10 +156,11 @@ def _child(directory: Path, pod: Pod, kind: str) -> dict[str, Any]:
 def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     """The mesh of a train step, the step, and its arguments."""
     from train.loop.step import build_program
+    from train.model.build import Setup
     from train.model.mesh import make_mesh
 
     mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, devices)
-    program = build_program(config, mesh)  # outside `set_mesh`, which would send computed values to the mesh
+    program = build_program(Setup(config, mesh))  # outside `set_mesh`, which would send computed values to the mesh
     return mesh, program.update, (program.given, program.abstract, abstract_batch(config, mesh))
 
 
@@ -179,18 +180,17 @@ def batch_of_evaluation(config: Config, devices: int, slices: int) -> TrainConfi
 def _evaluation(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     """Mesh, program and arguments for the loss of a batch, under the extension of the config's scheme."""
     import jax
-    from flax import nnx
 
     from posjax.nn import logical_axes
     from train.evaluate.decoder import predictor_of
     from train.evaluate.perplexity import scoring
-    from train.model.build import build_model, evaluated_scheme
+    from train.model.build import Setup, evaluated_scheme
     from train.model.mesh import make_mesh
     from train.model.sharding import tree_shardings
 
     train = batch_of_evaluation(config, len(devices), len({getattr(each, "slice_index", 0) for each in devices}))
     mesh = make_mesh(train.mesh, train.rows, devices)
-    model = nnx.eval_shape(lambda: build_model(config)).with_scheme(evaluated_scheme(config))
+    model = Setup(config).abstract.with_scheme(evaluated_scheme(config))
     predictor, parameters = predictor_of(model, config.seed, mesh)
     shardings = tree_shardings(mesh, logical_axes(model), parameters)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters, shardings)

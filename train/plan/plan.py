@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 from posjax._checks import check
 from train.checkpoint.restore import entry_in_stage
 from train.config import Config
-from train.model.build import decoder_config, placement
+from train.model.build import Setup
 from train.model.flops import Flops, maxtext_flops, update_flops
 from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
 from train.plan.compiling import EVALUATION, CompiledStep, Memory, batch_of_evaluation, compile_step
@@ -65,9 +65,10 @@ def check_split(config: Config, pod: Pod) -> None:
     check_slices(sizes, pod.slices)
     check_rows(sizes, train.rows // train.accumulate)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    decoder = decoder_config(config)
+    setup = Setup(config, mesh)
+    decoder = setup.decoder
     for scheme in set(decoder.layers.kinds):
-        placement(config, mesh).check(
+        setup.placement.check(
             sizes,
             batch=train.rows // train.accumulate,
             length=train.length,
@@ -105,7 +106,7 @@ def plan_of(config: Config, pod: Pod, compiled: CompiledStep) -> Plan:
 
 def kernels_of(config: Config, pod: Pod, axes: dict[str, int]) -> Kernels:
     """The kernels of a step, for the masks of a config and the layout of a mesh."""
-    decoder, train = decoder_config(config), config.train
+    decoder, train = Setup(config).decoder, config.train
     return Kernels(pod, visited_share(decoder.layers, train.length, decoder.causal), _tokens_spread(config, axes))
 
 
@@ -132,6 +133,6 @@ def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
     """
     if set(axes) != set(AXES):
         return float("inf")
-    placed = placement(config, AbstractMesh(tuple(axes.values()), tuple(axes)))
+    placed = Setup(config, AbstractMesh(tuple(axes.values()), tuple(axes))).placement
     width = placed.ulysses if "ring-ulysses" in placed.strategies else 1
     return width * config.train.length / placed.layout.shards if placed.layout.reorders else float("inf")

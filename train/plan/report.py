@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh
 from rich.console import Console, Group
 from rich.table import Table
 
-from train.model.build import replicated_parameters
+from train.model.build import Setup
 from train.plan.network import DCN
 from train.plan.plan import Plan
 from train.plan.pods import DCN_LATENCY, GIB, LATENCY
@@ -29,7 +29,7 @@ def show(plan: Plan, console: Console) -> None:
     largest = (_largest(plan),) if plan.largest else ()
     console.print(Group(_memory(plan), *largest, _traffic(plan), _step(plan)))
     console.print(assumptions(plan), highlight=False)
-    if message := replicated_parameters(plan.config, AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))):
+    if message := Setup(plan.config, AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))).undivided:
         console.print(f"warning: {message}", highlight=False)
     console.print(f"The step was {compiled_with(plan.flags)}", highlight=False)
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from posjax.nn import DecoderConfig
 from posjax.nn.config import REMAT
 from train.config import Config
-from train.model.build import decoder_config
+from train.model.build import Setup
 from train.model.flops import product_parameters, update_flops
 from train.plan.compiling import DoesNotCompile, compiler_flags
 from train.plan.plan import Plan, check_split, make_plan
@@ -118,7 +118,7 @@ def rough_bytes(config: Config, axes: dict[str, int]) -> float:
 
     State and gradients are 16 bytes a parameter, for AdamW in float32; two layers' parameters are gathered in bfloat16.
     """
-    decoder, tokens, tensor = decoder_config(config), _tokens(config, axes), axes["tensor"]
+    decoder, tokens, tensor = Setup(config).decoder, _tokens(config, axes), axes["tensor"]
     parameters = _all_parameters(decoder)
     state = 16 * parameters / _shards(axes) / tensor
     gathered = 4 * parameters / decoder.num_layers / tensor
@@ -165,7 +165,7 @@ def rough_seconds(config: Config, axes: dict[str, int], pod: Pod) -> float:
     each device sends its share of the gradients, 4 P / devices x (k - 1) / k bytes for each of
     ``train.accumulate`` parts. With `tensor`, every layer waits for four all-reduces of its tokens' activations.
     """
-    decoder, tokens = decoder_config(config), _tokens(config, axes) * config.train.accumulate
+    decoder, tokens = Setup(config).decoder, _tokens(config, axes) * config.train.accumulate
     work = _work(config) / (0.6 * pod.chips * pod.peak_flops)
     link = 2e9 * pod.links.link
     per_layer = 2 * tokens * decoder.num_layers / link

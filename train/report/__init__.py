@@ -1,23 +1,7 @@
 """Reports of an evaluation: figures, tables for the terminal, and one HTML page with everything."""
 
-from train.report.numbers import Estimate, Row, estimate
-from train.report.page import FILES, About, pictures, render, write
-from train.report.reached import updates_to_loss
-from train.report.tables import Table, show, tables
-from train.report.trials import chosen_rates
+from train.report.numbers import Row
+from train.report.page import FILES, About, render, show, write
+from train.report.tables import chosen_rates, tables, updates_to_loss
 
-__all__ = [
-    "FILES",
-    "About",
-    "Estimate",
-    "Row",
-    "Table",
-    "chosen_rates",
-    "estimate",
-    "pictures",
-    "render",
-    "show",
-    "tables",
-    "updates_to_loss",
-    "write",
-]
+__all__ = ["FILES", "About", "Row", "chosen_rates", "render", "show", "tables", "updates_to_loss", "write"]

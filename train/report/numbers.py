@@ -1,12 +1,9 @@
-"""The rows of an evaluation, and means over seeds.
+"""The rows of an evaluation, and numbers over seeds: means, intervals, differences.
 
 A report is made from rows of plain numbers, as in ``results.jsonl`` and ``evaluation.jsonl``. All have the `label` of
 the scheme; `base`, the label of the trained scheme if this one extends it without retraining; the `seed`; `length`, the
-evaluation length in tokens; `train_length`; `error`, the reason if there are no numbers; and `family`, see
-`train.report.families`, which older rows lack. Trainings that end at a loss have more columns, see
-`train.report.reached`.
-
-A trial that diverged has one row, without lengths.
+evaluation length in tokens; `train_length`; `error`, the reason if there are no numbers; and `family`, see `family`,
+which older rows lack.
 
 Rows of perplexity, one for each (scheme, seed, length):
 
@@ -18,18 +15,29 @@ Rows of perplexity, one for each (scheme, seed, length):
     train_tokens_per_second, peak_memory_bytes   of the training process; None for one that was not trained
     training            the held-out loss while it trained: lists of `tokens` seen and `held_out_loss`; or None
 
+Trainings that end at a loss (``train.stop_loss``) also have
+
+    stop_loss           the loss in nats per token;  updates: how many updates were allowed
+    updates_to_loss     after how many it was reached; None if it was not
+
 Rows of tasks, one for each (scheme, seed, task, length, depth):
 
     task, depth         the depth is None for a task that has none
     accuracy, chance    the share of right answers, and that of a guess or None;  cases
+
+Rows of the trials that chose learning rates have the columns of perplexity; `learning_rate` and `position_factor`, what
+was tried; and `chosen`, whether the scheme's seeds were trained with it. A trial that diverged has one row, without
+lengths.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
+from posjax import Layers, Scheme, coca
 from train.config.settings.evaluate import SECTIONS
 
 Row = Mapping[str, Any]
@@ -48,27 +56,89 @@ class Estimate:
     spread: float | None = None
 
 
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether the difference is within the noise of the seeds."""
+        return self.low <= 0 <= self.high
+
+
 def estimate(values: Iterable[float | None]) -> Estimate | None:
     """Mean and spread over seeds; None if any seed has no number, since a mean over the others would be too good."""
     values = list(values)
-    if not values or any(value is None for value in values):
+    if not values or None in values:
         return None
     return Estimate(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+def estimates(values: Mapping[Any, Iterable[float | None]]) -> dict[Any, Estimate]:
+    """The estimate for each key, in ascending order; keys without one are left out."""
+    found = {key: estimate(values[key]) for key in sorted(values)}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """``mean ± t s / sqrt(n)`` of at least two values, with s the sample standard deviation and t the 97.5 % point of
+    Student's t of n - 1 degrees of freedom.
+    """
+    from scipy.stats import t  # a slow import that only comparisons of several seeds need
+
+    mean = statistics.fmean(values)
+    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def grouped(rows: Sequence[Row], *columns: str) -> dict[Any, list[Row]]:
+    """The rows by their value in a column, or by the tuple of values in several, in the order of the rows."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(itemgetter(*columns)(row), []).append(row)
+    return found
+
+
+def of(rows: Sequence[Row], label: str) -> list[Row]:
+    """The rows of one scheme."""
+    return [row for row in rows if row["label"] == label]
+
+
+def labels(rows: Sequence[Row]) -> list[str]:
+    """The schemes, in the order of the rows."""
+    return list(grouped(rows, "label"))
+
+
+def lengths(rows: Sequence[Row]) -> list[int]:
+    """The evaluated lengths, in ascending order."""
+    return sorted({row["length"] for row in rows})
+
+
+def depths(rows: Sequence[Row]) -> list[float]:
+    """The depths of a task, in ascending order; empty if it has no depth."""
+    return sorted({row["depth"] for row in rows if row["depth"] is not None})
+
+
+def seeds(rows: Sequence[Row]) -> int:
+    """The number of seeds."""
+    return len({row["seed"] for row in rows})
+
+
+def baseline(rows: Sequence[Row]) -> str:
+    """The scheme that others are compared with: the first one that was trained."""
+    return next((row["label"] for row in rows if row["base"] is None), rows[0]["label"])
 
 
 def perplexity_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows of perplexity."""
     return [row for row in rows if "task" not in row]
-
-
-def training_length_loss(rows: Sequence[Row]) -> float:
-    """Nats per token of one training at its length, or at the next longer one measured; infinite if it diverged."""
-    measured = [row for row in perplexity_rows(rows) if "length" in row]
-    if not measured:
-        return math.inf
-    reached = [row for row in measured if row["length"] >= row["train_length"]]
-    first = min(reached, key=lambda row: row["length"], default=measured[-1])
-    return math.inf if first["error"] else first["window_nll"]
 
 
 def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -107,34 +177,46 @@ def endings(rows: Sequence[Row]) -> int:
     return max(row.get("last_tokens") or 0 for row in rows) // last_length(rows)
 
 
-def grouped(rows: Sequence[Row], *columns: str) -> dict[tuple, list[Row]]:
-    """The rows by their values in these columns, in the order of the rows; a column that a row lacks counts as None."""
-    found: dict[tuple, list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row.get(column) for column in columns), []).append(row)
-    return found
+def notes(rows: Sequence[Row]) -> list[str]:
+    """One line for each scheme, or scheme and task, that lacks a number at some length, with the first reason."""
+    failed = grouped([{"task": None, **row} for row in rows if row["error"]], "label", "task")
+    return [
+        f"{', '.join(filter(None, names))} at {', '.join(map(str, lengths(mine)))}: {mine[0]['error']}"
+        for names, mine in failed.items()
+    ]
 
 
-def each_seed(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows, grouped by seed."""
-    return list(grouped(rows, "seed").values())
+# --- perplexity -------------------------------------------------------------------------------------------------------
 
 
-def labels(rows: Sequence[Row]) -> list[str]:
-    """The schemes, in the order of the rows."""
-    return list(dict.fromkeys(row["label"] for row in rows))
-
-
-def lengths(rows: Sequence[Row]) -> list[int]:
-    """The evaluated lengths, in ascending order."""
-    return sorted({row["length"] for row in rows})
-
-
-def curve(rows: Sequence[Row], label: str, measure: str) -> dict[int, Estimate]:
+def curve(rows: Sequence[Row], label: str, measure: str = "window") -> dict[int, Estimate]:
     """Perplexity at each length for one scheme; lengths without a number are left out. `measure`: see `MEASURES`."""
-    mine = [row for row in perplexity_rows(rows) if row["label"] == label]
-    found = {n: estimate(row.get(f"{measure}_perplexity") for row in mine if row["length"] == n) for n in lengths(mine)}
-    return {length: value for length, value in found.items() if value is not None}
+    mine = grouped(of(perplexity_rows(rows), label), "length")
+    return estimates({n: [row.get(f"{measure}_perplexity") for row in found] for n, found in mine.items()})
+
+
+def training_length_loss(rows: Sequence[Row]) -> float:
+    """Nats per token of one training at its length, or at the next longer one measured; infinite if it diverged."""
+    measured = [row for row in perplexity_rows(rows) if "length" in row]
+    if not measured:
+        return math.inf
+    reached = [row for row in measured if row["length"] >= row["train_length"]]
+    first = min(reached, key=itemgetter("length"), default=measured[-1])
+    return math.inf if first["error"] else first["window_nll"]
+
+
+def difference(rows: Sequence[Row], label: str, other: str, length: int) -> Interval | None:
+    """The mean NLL of one scheme less that of another, in nats per token over whole windows, paired by seed.
+
+    None if fewer than two seeds have both, or if any seed of either has no number, since a mean over the others would
+    be too good.
+    """
+    at_length = [row for row in perplexity_rows(rows) if row["length"] == length]
+    mine, theirs = ({row["seed"]: row.get("window_nll") for row in of(at_length, name)} for name in (label, other))
+    shared = sorted(mine.keys() & theirs.keys())
+    if len(shared) < 2 or None in (*mine.values(), *theirs.values()):
+        return None
+    return interval([mine[seed] - theirs[seed] for seed in shared])
 
 
 def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Estimate | None]]:
@@ -143,11 +225,7 @@ def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Es
     At the longest length with numbers and at least `FEW` windows. A part of fewer than `FEW_TOKENS` tokens has no
     number. Empty if no part has a number.
     """
-    mine = [
-        row
-        for row in perplexity_rows(rows)
-        if row["label"] == label and row.get("position_ends") and windows(row) >= FEW
-    ]
+    mine = [row for row in of(perplexity_rows(rows), label) if row.get("position_ends") and windows(row) >= FEW]
     longest = [row for row in mine if row["length"] == max(lengths(mine))]
     if not longest:
         return (), []
@@ -159,28 +237,47 @@ def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Es
 
 def trainings(rows: Sequence[Row]) -> dict[str, dict[int, Estimate]]:
     """The held-out loss of every trained scheme against the tokens seen, if it was measured."""
-    found = {label: _training([row for row in rows if row["label"] == label]) for label in labels(rows)}
+    found = {label: _training(mine) for label, mine in grouped(rows, "label").items()}
     return {label: curve for label, curve in found.items() if curve}
 
 
 def _training(rows: Sequence[Row]) -> dict[int, Estimate]:
     by_seed = {row["seed"]: row["training"] for row in rows if row.get("training")}
     curves = [dict(zip(each["tokens"], each["held_out_loss"], strict=True)) for each in by_seed.values()]
-    shared = sorted(set.intersection(*map(set, curves))) if curves else []
-    return {tokens: estimate(curve[tokens] for curve in curves) for tokens in shared}
+    shared = set.intersection(*map(set, curves)) if curves else ()
+    return estimates({tokens: [curve[tokens] for curve in curves] for tokens in shared})
+
+
+def updates(rows: Sequence[Row]) -> dict[str, list[int | None]]:
+    """The updates that every seed of a trained scheme took until the loss that ends it; None if it was not reached."""
+    ending = [row for row in perplexity_rows(rows) if row.get("stop_loss") and row["base"] is None]
+    by_seed = {label: {row["seed"]: row["updates_to_loss"] for row in of(ending, label)} for label in labels(ending)}
+    return {label: list(found.values()) for label, found in by_seed.items()}
+
+
+def stop(rows: Sequence[Row]) -> tuple[float, int]:
+    """The loss that ends trainings, and how many updates were allowed."""
+    ending = [row for row in rows if row.get("stop_loss")]
+    return ending[0]["stop_loss"], max(row["updates"] for row in ending)
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
 
 
 def accuracies(rows: Sequence[Row], label: str) -> dict[int, Estimate]:
     """Accuracy on one task at each length for one scheme: the mean over depths of each seed, then over seeds."""
-    mine = [row for row in rows if row["label"] == label]
-    found = {n: estimate(_over_depths([row for row in mine if row["length"] == n])) for n in lengths(mine)}
-    return {length: value for length, value in found.items() if value is not None}
+    found: dict[int, list[float | None]] = {}
+    for (length, _), mine in grouped(of(rows, label), "length", "seed").items():
+        over_depths = estimate(row["accuracy"] for row in mine)
+        found.setdefault(length, []).append(over_depths and over_depths.mean)
+    return estimates(found)
 
 
-def _over_depths(rows: Sequence[Row]) -> list[float | None]:
-    """The mean of the rows of every seed; None if one has no number."""
-    by_seed = [[row["accuracy"] for row in mine] for mine in each_seed(rows)]
-    return [None if None in values else statistics.fmean(values) for values in by_seed]
+def at_depth(rows: Sequence[Row], label: str) -> dict[tuple[float, int], float]:
+    """Accuracy on one task at each (depth, length) for one scheme, the mean over seeds; missing ones are left out."""
+    cells = grouped([row for row in of(rows, label) if row["depth"] is not None], "depth", "length")
+    found = estimates({cell: [row["accuracy"] for row in mine] for cell, mine in cells.items()})
+    return {cell: value.mean for cell, value in found.items()}
 
 
 def is_above_chance(rows: Sequence[Row]) -> bool:
@@ -198,26 +295,45 @@ def _beats_guess(rows: Sequence[Row]) -> bool:
     return right > guess + max(_CLEAR, 3 * math.sqrt(share * (1 - share) / cases))
 
 
-def depths(rows: Sequence[Row]) -> list[float]:
-    """The depths of a task, in ascending order; empty if it has no depth."""
-    return sorted({row["depth"] for row in rows if row["depth"] is not None})
+# --- families and words -----------------------------------------------------------------------------------------------
+
+ABSOLUTE, ROTATIONS, BIASES = "absolute embeddings and none", "rotations", "biases"
+WINDOWS, COCA, LINEAR = "windows and distances", "CoCA", "linear attention"
+OTHER = "scales, norms, drawn positions"
+FAMILIES = (ABSOLUTE, ROTATIONS, BIASES, WINDOWS, COCA, LINEAR, OTHER)
+"""The families of methods, by which figures of many schemes are split, in the order of the figures."""
 
 
-def at_depth(rows: Sequence[Row], label: str) -> dict[tuple[float, int], float]:
-    """Accuracy on one task at each (depth, length) for one scheme, the mean over seeds; missing ones are left out."""
-    cells = grouped([row for row in rows if row["label"] == label], "depth", "length")
-    found = {cell: estimate(row["accuracy"] for row in mine) for cell, mine in cells.items()}
-    return {cell: value.mean for cell, value in found.items() if value is not None}
+def family(scheme: Scheme | Layers) -> str:
+    """One of `FAMILIES`, by the slots that the scheme fills.
+
+    A scheme that fills several belongs to the first of: linear attention, biases, windows and remapped distances, CoCA,
+    the rest beside rotations (scales, norms, sinks, drawn positions), rotations, embeddings. The slots of all layers
+    count together.
+    """
+    layers = scheme.kinds if isinstance(scheme, Layers) else (scheme,)
+
+    def filled(*slots: str) -> bool:
+        return any(getattr(layer, slot) is not None for layer in layers for slot in slots)
+
+    found = {
+        LINEAR: filled("linear"),
+        BIASES: filled("bias"),
+        WINDOWS: filled("mask", "remap"),
+        COCA: any(isinstance(layer.features, coca.Coca | coca.PartlyCollinear) for layer in layers),
+        OTHER: filled("scale", "norm", "sinks", "training_positions"),
+        ROTATIONS: filled("features"),
+    }
+    return next((name for name, is_so in found.items() if is_so), ABSOLUTE)
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
-    """One line for each scheme, or scheme and task, that lacks a number at some length, with the first reason."""
-    failed = grouped([row for row in rows if row["error"]], "label", "task")
-    return [
-        f"{', '.join(filter(None, names))} at {_joined(row['length'] for row in mine)}: {mine[0]['error']}"
-        for names, mine in failed.items()
-    ]
+def number(value: float) -> str:
+    """Three or four digits: 5.87, 31.4, 178, 2.1e+06."""
+    if value >= 1e5:
+        return f"{value:.1e}"
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
-def _joined(lengths: Iterable[int]) -> str:
-    return ", ".join(str(length) for length in sorted(set(lengths)))
+def spoken(task: str) -> str:
+    """The name of a task in words."""
+    return "MQAR" if task == "mqar" else task.replace("_", " ").capitalize()

@@ -1,57 +1,53 @@
-"""How schemes are drawn, the same in every figure."""
+"""How lines and axes look, the same in every figure."""
 
 import io
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from train.report import ends
 from train.report.numbers import Estimate, Row
 
-WIDTH = 12.0  # inches, of every line figure: the width of a page, so that text keeps its size
+WIDTH = 12.0  # inches, of every figure of lines: the width of a page, so that text keeps its size
 # Okabe and Ito's palette, distinguishable with any colour vision; a dark red replaces its yellow, too pale for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#882255")
-_REFERENCE = "#8c8c8c"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
-DASHES = ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
-# Perplexities above this multiple of the lowest one are outside the figure; the note below names them.
-_CLIP = 40.0
+_DASHES = ("--", ":", "-.")  # of extensions
+_REFERENCE, _GRID, _DOTTED = "#8c8c8c", "#dddddd", "#666666"
 _MARKED = 12  # lines with up to this many points have markers
+_APART = 0.25  # above this ratio of standard deviation to mean a band would hide the single seeds
+_CLIP = 40.0  # perplexities above this multiple of the lowest one are outside the figure
+_TRAINED = "the training length"
+_ROOM = 1.5  # range in nats of an axis of losses
+
+Points = Mapping[float, Estimate]
+Look = Mapping[str, Any]
+"""How the line of one scheme is drawn: options of matplotlib."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """How one scheme is drawn: a colour and a marker, and dashes for an extension of a trained scheme."""
-
-    colour: str
-    marker: str
-    dashes: tuple[float, ...] | None
-
-
-def lines(rows: Sequence[Row], labels: Sequence[str] = (), reference: str | None = None) -> dict[str, Look]:
-    """How each scheme of a panel is drawn, by its label; all of the rows unless `labels` names them.
+def looks(rows: Sequence[Row], labels: Sequence[str], reference: str | None = None) -> dict[str, Look]:
+    """How each scheme of a panel is drawn. Extensions are dashed, with open markers.
 
     Extensions have the colour of their trained scheme if there are enough dashes to distinguish them, else their own.
     The reference of all panels is grey.
     """
     base = {row["label"]: row["base"] for row in rows}
-    names = list(labels or base)
-    siblings = {name: [other for other in names if base[other] == base[name]] for name in names if base[name]}
+    siblings = {name: [other for other in labels if base[other] == base[name]] for name in labels if base[name]}
 
     def leader(name: str) -> str:
         root = base[name]
-        follows = root in names and root not in (name, reference) and len(siblings[name]) <= len(DASHES)
+        follows = root in labels and root not in (name, reference) and len(siblings[name]) <= len(_DASHES)
         return root if follows else name
 
-    leaders = list(dict.fromkeys(leader(name) for name in names if name != reference))
-    looks: dict[str, Look] = {}
-    for name in names:
+    leaders = list(dict.fromkeys(leader(name) for name in labels if name != reference))
+    found: dict[str, Look] = {}
+    for name in labels:
         index = leaders.index(leader(name)) if name != reference else 0
-        colour = _REFERENCE if name == reference else COLOURS[index % len(COLOURS)]
-        dashes = DASHES[siblings[name].index(name) % len(DASHES)] if name in siblings else None
-        looks[name] = Look(colour, MARKERS[index % len(MARKERS)], dashes)
-    return looks
+        colour = COLOURS[index % len(COLOURS)] if name != reference else _REFERENCE
+        found[name] = {"color": colour, "marker": MARKERS[index % len(MARKERS)]}
+        if name in siblings:
+            dashes = _DASHES[siblings[name].index(name) % len(_DASHES)]
+            found[name] |= {"linestyle": dashes, "markerfacecolor": "white", "zorder": 2.5}
+    return found
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -63,92 +59,111 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def png(figure: Any) -> bytes:
-    """The figure as a file, with the names at the ends of lines, moved so that they do not overlap."""
-    ends.place(figure)
+    """The figure as a file, with a legend beside every panel that has lines with names."""
+    for panel in figure.axes:
+        _name_lines(panel)
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
 
 
+def _name_lines(panel: Any) -> None:
+    """The names of lines right of the panel, in the order of their ends, which is that of the eye.
+
+    A line that leaves the panel at the top or the bottom has an arrow beside its name.
+    """
+    lines = panel.get_legend_handles_labels()[0]
+    (low, high), last = panel.get_ylim(), {line: line.get_ydata()[-1] for line in lines}
+    lines.sort(key=lambda line: -last[line])
+    arrows = [" ↑" if last[line] > high else " ↓" if last[line] < low else "" for line in lines]
+    names = [line.get_label() + arrow for line, arrow in zip(lines, arrows, strict=True)]
+    if lines:
+        panel.legend(
+            lines, names, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8.5, handlelength=2.3,
+            handletextpad=0.5, borderaxespad=0.2,
+        )  # fmt: skip
+
+
+def _is_wide(point: Estimate) -> bool:
+    return (point.spread or 0.0) > _APART * point.mean
+
+
 def plot(
     panel: Any,
     label: str,
-    style: Look,
-    points: Mapping[float, Estimate],
-    low: float = -math.inf,
-    threads: Sequence[Mapping[float, Estimate]] = (),
+    look: Look,
+    points: Points,
+    threads: Sequence[Points] = (),
+    wide: Callable[[Estimate], bool] = _is_wide,
+    **options: Any,
 ) -> None:
-    """One scheme's line, with a band of one standard deviation, not below `low`, when there are several seeds.
+    """One scheme's line, with a band of one standard deviation when there are several seeds.
 
-    If `threads` has a line for each seed, these are drawn instead of the band.
+    If seeds differ so much at a point, by `wide`, that a band would hide them, each of `threads`, the lines of single
+    seeds, is thin instead. Other options are matplotlib's.
     """
     xs, means = list(points), [point.mean for point in points.values()]
     spreads = [point.spread or 0.0 for point in points.values()]
-    extended = style.dashes is not None
-    (line,) = panel.plot(
-        xs, means, color=style.colour, marker=style.marker if len(xs) <= _MARKED else None, label=label, linewidth=1.8,
-        markersize=5, markerfacecolor="white" if extended else style.colour, markeredgewidth=1.4, zorder=3 - extended,
-    )  # fmt: skip
-    if extended:
-        line.set_dashes(style.dashes)
-    for thread in threads:
-        seed = [point.mean for point in thread.values()]
-        panel.plot(list(thread), seed, color=style.colour, linewidth=0.7, alpha=0.55, label="_seed", zorder=2)
-    if any(spreads) and not threads:
-        below = [max(mean - spread, low) for mean, spread in zip(means, spreads, strict=True)]
-        above = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
-        panel.fill_between(xs, below, above, color=style.colour, alpha=0.15, linewidth=0)
+    marker = look["marker"] if len(xs) <= _MARKED else ""
+    shape = {"linewidth": 1.8, "markersize": 5, "markeredgewidth": 1.4, "zorder": 3}
+    panel.plot(xs, means, label=label, **{**shape, **look, "marker": marker, **options})
+    if any(map(wide, points.values())):
+        for thread in threads:
+            seed = [point.mean for point in thread.values()]
+            panel.plot(list(thread), seed, color=look["color"], linewidth=0.7, alpha=0.55, label="_seed")
+    elif any(spreads):
+        below, above = zip(*((mean - s, mean + s) for mean, s in zip(means, spreads, strict=True)), strict=True)
+        panel.fill_between(xs, below, above, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def length_axis(panel: Any, lengths: Sequence[int], train_length: int | None) -> None:
-    """A logarithmic axis with ticks at the lengths, and a dotted line at the training length if it is in their
-    range."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+# --- axes -------------------------------------------------------------------------------------------------------------
 
-    def written(length: float, _: int) -> str:
-        times = f"\n({length / train_length:.3g}x)" if train_length and length >= train_length else ""
-        return f"{length:.0f}{times}"
 
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_locator(FixedLocator(lengths))
-    panel.xaxis.set_major_formatter(FuncFormatter(written))
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.grid(True, which="major", color="#dddddd", linewidth=0.7)
+def grid(panel: Any) -> None:
+    """Thin lines at the ticks, behind everything else."""
+    panel.grid(True, color=_GRID, linewidth=0.7)
     panel.set_axisbelow(True)
-    if is_marked(lengths, train_length):
-        panel.axvline(train_length, color="#555555", linestyle=":", linewidth=1.3, zorder=1, label="_training length")
 
 
-def is_marked(lengths: Sequence[int], train_length: int | None) -> bool:
-    """Whether there is one training length, and it is on an axis of these lengths."""
-    return train_length is not None and min(lengths) <= train_length <= max(lengths)
+def length_axis(panel: Any, what: str, lengths: Sequence[int], own: int | None, own_name: str = _TRAINED) -> None:
+    """A logarithmic axis with ticks at the lengths, as multiples of the own one, and a dotted line at that one if it is
+    in their range."""
+    own = own or math.inf
+    marked = min(lengths) <= own <= max(lengths)
+    names = [f"{n}\n({n / own:.3g}x)" if n >= own else str(n) for n in lengths]
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(lengths, names)
+    panel.minorticks_off()
+    dotted = ", dotted" if marked else ""
+    panel.set_xlabel(f"{what}\n(times {own_name}{dotted})" if own < math.inf else what)
+    if marked:
+        panel.axvline(own, color=_DOTTED, linestyle=":", linewidth=1.3, zorder=1, label="_training length")
 
 
-def value_axis(panel: Any, low: float, top: float) -> None:
+def perplexity_axis(panel: Any, low: float, top: float) -> None:
     """A logarithmic axis of perplexity between two limits."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
+    steps = (1, 2, 5) if top > 20 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
     panel.set_yscale("log")
     panel.set_ylim(low, top)
-    panel.yaxis.set_major_locator(FixedLocator(_ticks(low, top)))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    panel.yaxis.set_minor_locator(NullLocator())
-    panel.tick_params(labelleft=True)
+    panel.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]) if top < 4 * low else LogLocator(subs=steps))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.minorticks_off()
 
 
-def limits(values: Sequence[float]) -> tuple[float, float]:
+def perplexity_limits(values: Sequence[float]) -> tuple[float, float]:
     """An axis for these perplexities, whose top does not depend on exploding values."""
     values = values or [1.0]
     return min(values) / 1.08, min(max(values) * 1.12, min(values) * _CLIP)
 
 
-def _ticks(low: float, top: float) -> list[float]:
-    """Round numbers between the limits, at most about a dozen."""
-    steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if top / low < 20 else (1, 2, 5)
-    if top / low < 4:
-        steps = (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)
-    if top / low < 2:
-        steps = tuple(tenths / 10 for tenths in range(10, 100, 2))
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(top)) + 1)
-    ticks = [step * 10.0**decade for decade in decades for step in steps]
-    return [tick for tick in ticks if low <= tick <= top]
+def loss_axis(panel: Any, values: Sequence[float]) -> None:
+    """An axis of these losses in nats, that ends `1.5` nats above the lowest."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    panel.set_ylim(low - 0.05, min(high + 0.05, low + _ROOM))
+
+
+def share_axis(panel: Any) -> None:
+    """An axis from 0 to 1."""
+    panel.set_ylim(-0.03, 1.03)

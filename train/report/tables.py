@@ -1,35 +1,15 @@
-"""The tables of a report, for the terminal and for the page."""
+"""The tables of a report and its findings in sentences, for the terminal and for the page."""
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.report.findings import findings
-from train.report.formats import headings, mebibytes, number, percent, shown, spoken, thousands
-from train.report.groups import baseline
-from train.report.numbers import (
-    Estimate,
-    Row,
-    accuracies,
-    curve,
-    estimate,
-    labels,
-    last_length,
-    lengths,
-    measures,
-    notes,
-    perplexity_rows,
-    tasks,
-    train_length,
-)
-from train.report.pairs import Interval, difference
+from train.report import numbers
+from train.report.numbers import Estimate, Row
 
-_TITLES = {
-    "window": "Perplexity over the whole window ({tokens:,} tokens scored at each length)",
-    "last": "Perplexity of the last {length} tokens, context growing (the same {tokens:,} at each length)",
-    "sliding": "Perplexity in sliding windows (the same {tokens:,} tokens at each length)",
-}
+Format = Callable[[float], str]
 
 
 @dataclass(frozen=True)
@@ -40,70 +20,121 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    def show(self, console: Any) -> None:
+        """Prints the table on a `rich.console.Console`."""
+        import rich.box
+        import rich.markup
+        import rich.table
+
+        drawn = rich.table.Table(box=rich.box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
+        for index, name in enumerate(self.header):
+            drawn.add_column(name, justify="right" if index else "left", overflow="fold")
+        for row in self.rows:
+            drawn.add_row(*map(rich.markup.escape, row))
+        console.print(self.title, style="bold", markup=False, highlight=False)
+        console.print(drawn)
+
+
+def table(title: str, columns: Sequence[str], body: Mapping[str, Sequence[str]], first: str = "scheme") -> Table:
+    """A table with a row of text for each scheme, by its label."""
+    return Table(title, (first, *columns), tuple((label, *cells) for label, cells in body.items()))
+
+
+def shown(value: Estimate | None, written: Format = numbers.number) -> str:
+    """A mean with its spread; a dash if there is none."""
+    if value is None:
+        return "-"
+    return written(value.mean) + (f" ±{written(value.spread)}" if value.spread is not None else "")
+
+
+def percent(share: float) -> str:
+    """A share in %."""
+    return f"{100 * share:.1f}"
+
+
+def whole(value: float) -> str:
+    """A whole number."""
+    return f"{value:,.0f}"
+
+
+def headings(lengths: Sequence[int], train_length: int | None) -> list[str]:
+    """Lengths in tokens, and as multiples of the training length if there is one."""
+    return [f"{n} ({n / train_length:.3g}x)" if train_length else str(n) for n in lengths]
+
+
+def show_parts(console: Any, sentences: Sequence[str], tables: Sequence[Table], notes: Sequence[str] = ()) -> None:
+    """Prints sentences, tables and notes on a `rich.console.Console`."""
+    for sentence in sentences:
+        console.print(sentence, markup=False, highlight=False)
+    for each in tables:
+        each.show(console)
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+_TITLES = {
+    "window": "Perplexity over the whole window ({tokens:,} tokens scored at each length)",
+    "last": "Perplexity of the last {length} tokens, context growing (the same {tokens:,} at each length)",
+    "sliding": "Perplexity in sliding windows (the same {tokens:,} tokens at each length)",
+}
+
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Perplexity at each length, by every measure; differences; the cost of training; and accuracy on tasks."""
-    perplexities = perplexity_rows(rows)
-    found = []
-    for measure in measures(perplexities):
-        scored = max(row.get(f"{measure}_tokens", 0) for row in perplexities)
-        curves = {label: curve(perplexities, label, measure) for label in labels(perplexities)}
-        title = _TITLES[measure].format(tokens=scored, length=last_length(perplexities))
-        found.append(_by_length(title, curves, lengths(perplexities), train_length(perplexities), number))
+    perplexities = numbers.perplexity_rows(rows)
     return [
-        *found,
+        *(_perplexities(perplexities, measure) for measure in numbers.measures(perplexities)),
         *_differences(perplexities),
         *_costs(perplexities),
         *_times(perplexities),
-        *(_accuracies(name, mine) for name, mine in tasks(rows).items()),
+        *(_accuracies(name, mine) for name, mine in numbers.tasks(rows).items()),
     ]
+
+
+def _perplexities(rows: Sequence[Row], measure: str) -> Table:
+    scored = max(row.get(f"{measure}_tokens", 0) for row in rows)
+    title = _TITLES[measure].format(tokens=scored, length=numbers.last_length(rows))
+    return _by_length(title, rows, lambda label: numbers.curve(rows, label, measure), numbers.number)
+
+
+def _accuracies(name: str, rows: Sequence[Row]) -> Table:
+    cases, depths = rows[0]["cases"], len({row["depth"] for row in rows})
+    places = "each length" if depths == 1 else f"each of {depths} depths of each length"
+    chance = f"; a guess has {percent(rows[0]['chance'])}" if rows[0]["chance"] else ""
+    title = f"{numbers.spoken(name)}: right answers in % ({cases} cases at {places}{chance})"
+    return _by_length(title, rows, lambda label: numbers.accuracies(rows, label), percent)
+
+
+def _by_length(title: str, rows: Sequence[Row], points: Callable[[str], dict[int, Estimate]], written: Format) -> Table:
+    found = {label: points(label) for label in numbers.labels(rows)}
+    body = {label: [shown(mine.get(n), written) for n in numbers.lengths(rows)] for label, mine in found.items()}
+    return table(title, headings(numbers.lengths(rows), numbers.train_length(rows)), body)
 
 
 def _differences(rows: Sequence[Row]) -> list[Table]:
     """The difference of every scheme from the first one, by the same seeds."""
-    first, seeds = baseline(rows), len({row["seed"] for row in rows})
-    own = train_length(rows)
-    at = sorted({own if own in lengths(rows) else lengths(rows)[0], *lengths(rows)[-2:]})
-    others = [label for label in labels(rows) if label != first]
-    found = {label: [difference(rows, label, first, n) for n in at] for label in others}
+    first, own = numbers.baseline(rows), numbers.train_length(rows)
+    at = sorted({own if own in numbers.lengths(rows) else numbers.lengths(rows)[0], *numbers.lengths(rows)[-2:]})
+    found = {
+        label: [numbers.difference(rows, label, first, n) for n in at]
+        for label in numbers.labels(rows)
+        if label != first
+    }
     if not any(any(each) for each in found.values()):
         return []
     title = (
-        f"Paired differences from {first} in nats per token over the whole window, by {seeds} seeds: mean [95 % "
-        "interval by Student's t]; ≈ is within noise, as the interval includes 0"
+        f"Paired differences from {first} in nats per token over the whole window, by {numbers.seeds(rows)} seeds: "
+        "mean [95 % interval by Student's t]; ≈ is within noise, as the interval includes 0"
     )
-    body = tuple((label, *map(_written, each)) for label, each in found.items())
-    return [Table(title, ("scheme", *headings(at, own)), body)]
+    return [table(title, headings(at, own), {label: list(map(_written, each)) for label, each in found.items()})]
 
 
-def _written(found: Interval | None) -> str:
+def _written(found: numbers.Interval | None) -> str:
     if found is None:
         return "-"
     return f"{'≈ ' if found.has_zero else ''}{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-
-
-def _accuracies(name: str, rows: Sequence[Row]) -> Table:
-    """Accuracy on a task."""
-    cases, depths = rows[0]["cases"], len({row["depth"] for row in rows})
-    over = (
-        f"{cases} cases at each length" if depths == 1 else f"{cases} cases at each of {depths} depths of each length"
-    )
-    chance = f"; a guess has {percent(rows[0]['chance'])}" if rows[0]["chance"] else ""
-    curves = {label: accuracies(rows, label) for label in labels(rows)}
-    title = f"{spoken(name)}: right answers in % ({over}{chance})"
-    return _by_length(title, curves, lengths(rows), train_length(rows), percent)
-
-
-def _by_length(
-    title: str,
-    curves: dict[str, dict[int, Estimate]],
-    lengths: Sequence[int],
-    train_length: int | None,
-    written: Callable[[float], str],
-) -> Table:
-    header = ("scheme", *headings(lengths, train_length))
-    body = tuple((label, *(shown(found.get(n), written) for n in lengths)) for label, found in curves.items())
-    return Table(title, header, body)
 
 
 def _costs(rows: Sequence[Row]) -> list[Table]:
@@ -114,27 +145,26 @@ def _costs(rows: Sequence[Row]) -> list[Table]:
     alone = [row for row in rows if row.get("train_tokens_per_second")]
     if not alone:
         return []
-    shortest, names = lengths(alone)[0], labels(alone)
-    speed = {label: _measured(alone, label, "train_tokens_per_second", shortest) for label in names}
-    memory = {label: _measured(alone, label, "peak_memory_bytes", shortest) for label in names}
-    columns = {"training tokens/s": _alike(speed, max, thousands), "training peak MiB": _alike(memory, min, mebibytes)}
+    mine = numbers.grouped([row for row in alone if row["length"] == numbers.lengths(alone)[0]], "label")
+    speeds = {label: numbers.estimate(row["train_tokens_per_second"] for row in found) for label, found in mine.items()}
+    memory = {label: numbers.estimate(row.get("peak_memory_bytes") for row in found) for label, found in mine.items()}
+    columns = {
+        "training tokens/s": _alike(speeds, max, whole),
+        "training peak MiB": _alike(memory, min, lambda size: whole(size / 2**20)),
+    }
     known = {name: cells for name, cells in columns.items() if set(cells.values()) != {"-"}}
-    body = tuple((label, *(cells[label] for cells in known.values())) for label in names)
-    meaning = _ALIKE if len({row["seed"] for row in alone}) > 1 else _SINGLE
-    return [Table(f"Cost of training, each in a process of its own ({meaning})", ("scheme", *known), body)]
+    meaning = _ALIKE if numbers.seeds(alone) > 1 else _SINGLE
+    body = {label: [cells[label] for cells in known.values()] for label in mine}
+    return [table(f"Cost of training, each in a process of its own ({meaning})", list(known), body)]
 
 
 _ALIKE = "≈ is as good as the best, within the spreads of the two"
 _SINGLE = "single runs, which vary by some ten percent under other load on the machine"
 
 
-def _measured(rows: Sequence[Row], label: str, column: str, length: int) -> Estimate | None:
-    return estimate(row.get(column) for row in rows if (row["label"], row["length"]) == (label, length))
-
-
-def _alike(values: dict[str, Estimate | None], best: Callable, written: Callable[[float], str]) -> dict[str, str]:
+def _alike(values: Mapping[str, Estimate | None], best: Callable, written: Format) -> dict[str, str]:
     """Every value as text, with a sign if it is as good as the best."""
-    top = best((value for value in values.values() if value is not None), key=lambda value: value.mean, default=None)
+    top = best(filter(None, values.values()), key=lambda value: value.mean, default=None)
     return {label: _mark(value, top) + shown(value, written) for label, value in values.items()}
 
 
@@ -147,39 +177,159 @@ def _mark(value: Estimate | None, best: Estimate | None) -> str:
 
 def _times(rows: Sequence[Row]) -> list[Table]:
     """What the wall-clock time of training was spent on, if it is known."""
-    seconds = {label: [row.get("train_seconds") for row in rows if row["label"] == label] for label in labels(rows)}
-    known = {label: [each for each in found if each] for label, found in seconds.items()}
-    kinds = [kind for found in known.values() for each in found for kind in each]
-    header = tuple(dict.fromkeys(kinds))
+    found = numbers.grouped([row for row in rows if row.get("train_seconds")], "label")
+    kinds = list(dict.fromkeys(kind for mine in found.values() for row in mine for kind in row["train_seconds"]))
+
+    def share(mine: Sequence[Row], kind: str) -> str:
+        return percent(
+            statistics.fmean(row["train_seconds"][kind] / sum(row["train_seconds"].values()) for row in mine)
+        )
+
+    body = {label: [share(mine, kind) for kind in kinds] for label, mine in found.items()}
+    return [table("Time of training in % of the wall-clock: steps are the goodput", kinds, body)] if body else []
+
+
+# --- trainings that end at a loss, and trials -------------------------------------------------------------------------
+
+
+def updates_to_loss(rows: Sequence[Row]) -> list[Table]:
+    """The updates of every seed, with the median first; empty if trainings do not end at a loss."""
+    if not (found := numbers.updates(rows)):
+        return []
+    loss, most = numbers.stop(rows)
+    title = f"Updates until the loss was below {loss:g} nats per token, of {most:,}"
+    body = {label: (_reached(mine), _median(mine), _each(mine)) for label, mine in found.items()}
+    return [table(title, ("reached", "median", "every seed"), body)]
+
+
+def _reached(updates: Sequence[int | None]) -> str:
+    return f"{len(updates) - updates.count(None)} of {len(updates)}"
+
+
+def _median(updates: Sequence[int | None]) -> str:
+    """The median over all seeds; unknown if half of them or more have not reached the loss."""
+    middle = statistics.median_high(math.inf if each is None else each for each in updates)
+    return "-" if middle == math.inf else whole(middle)
+
+
+def _each(updates: Sequence[int | None]) -> str:
+    known = sorted(each for each in updates if each is not None)
+    return ", ".join([*map(str, known), *["-"] * updates.count(None)])
+
+
+def counted_seeds(rows: Sequence[Row]) -> list[str]:
+    """A line that says how many seeds count in the tasks; empty if all do."""
+    short = [f"{label} {_reached(mine)}" for label, mine in numbers.updates(rows).items() if None in mine]
+    if not short:
+        return []
+    return [
+        f"Accuracy on tasks is that of trainings whose loss fell below {numbers.stop(rows)[0]:g}: {', '.join(short)}."
+    ]
+
+
+def chosen_rates(trials: Sequence[Row]) -> list[Table]:
+    """The rates of every scheme, and how its best trial compares with the second best; empty without trials."""
+    body = {label: _choice(mine) for label, mine in numbers.grouped(trials, "label").items()}
+    header = ("learning rate", "factor for positions", "loss", "second best", "trials")
+    title = "Learning rates, chosen by the loss at the training length on text that is used for no other number"
+    return [table(title, header, body)] if body else []
+
+
+def _choice(trials: Sequence[Row]) -> tuple[str, ...]:
+    tried = numbers.grouped(trials, "learning_rate", "position_factor")
+    best, *others = sorted(map(numbers.training_length_loss, tried.values()))
+    rate, factor = next(choice for choice, rows in tried.items() if rows[0]["chosen"])
+    second = f"{others[0] - best:.4f}" if others else "-"
+    return f"{rate:.3g}", f"{factor:.3g}", f"{best:.4f}", second, str(len(tried))
+
+
+def every_trial(trials: Sequence[Row]) -> list[Table]:
+    """The perplexities of every trial; empty without trials."""
+    measured = numbers.lengths([row for row in trials if "length" in row])
     body = []
-    for label, found in known.items():
-        shares = ([each[kind] / sum(each.values()) for each in found] for kind in header)
-        if found:
-            body.append((label, *(percent(sum(each) / len(each)) for each in shares)))
-    title = "Time of training in % of the wall-clock: steps are the goodput"
-    return [Table(title, ("scheme", *header), tuple(body))] if body else []
+    for label, mine in numbers.grouped(trials, "label").items():
+        for (rate, factor), rows in sorted(numbers.grouped(mine, "learning_rate", "position_factor").items()):
+            found = {row.get("length"): row.get("window_perplexity") for row in rows}
+            cells = (numbers.number(found[n]) if found.get(n) else "-" for n in measured)
+            mark = "chosen" if rows[0]["chosen"] else rows[0]["error"] or ""
+            body.append((label, f"{rate:.3g}", f"{factor:.3g}", *cells, mark))
+    header = ("scheme", "learning rate", "factor for positions", *map(str, measured), "")
+    title = "Every trial: perplexity over whole windows of the text of the trials"
+    return [Table(title, header, tuple(body))] if body else []
 
 
-def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> None:
-    """Prints the findings, the tables, further tables, and notes on a `rich.console.Console`."""
-    for sentence in findings(rows):
-        console.print(sentence, markup=False, highlight=False)
-    for table in (*tables(rows), *others):
-        show_table(table, console)
-    for note in notes(rows):
-        console.print(note, markup=False, highlight=False)
+# --- findings ---------------------------------------------------------------------------------------------------------
 
 
-def show_table(table: Table, console: Any) -> None:
-    """Prints a table on a `rich.console.Console`."""
-    import rich.box
-    import rich.markup
-    import rich.table
+def findings(rows: Sequence[Row]) -> list[str]:
+    """A sentence on perplexity, then one for every kind of figure that is omitted because it would be empty."""
+    return [
+        *_on_perplexity(numbers.perplexity_rows(rows)),
+        *_on_few_windows(numbers.perplexity_rows(rows)),
+        *_on_guesses(rows),
+    ]
 
-    drawn = rich.table.Table(box=rich.box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
-    for index, name in enumerate(table.header):
-        drawn.add_column(name, justify="right" if index else "left", overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*map(rich.markup.escape, row))
-    console.print(table.title, style="bold", markup=False, highlight=False)
-    console.print(drawn)
+
+def _on_perplexity(rows: Sequence[Row]) -> list[str]:
+    """The best and the worst scheme at the longest length for which several have numbers."""
+    curves = {label: numbers.curve(rows, label) for label in numbers.labels(rows)}
+    found = {n: {label: mine[n].mean for label, mine in curves.items() if n in mine} for n in numbers.lengths(rows)}
+    most = max(map(len, found.values()), default=0)
+    longest = max((n for n, means in found.items() if len(means) >= min(2, most) > 0), default=0)
+    if not longest:
+        return []
+    means, where = found[longest], _where(longest, numbers.train_length(rows))
+    order = sorted(means, key=means.__getitem__)
+    lowest = numbers.number(means[order[0]])
+    best = [label for label in order if numbers.number(means[label]) == lowest]
+    if len(order) == 1:
+        short = min(curves[order[0]])
+        beside = f", {numbers.number(found[short][order[0]])} at {short:,} tokens" if short < longest else ""
+        return [f"{where} {order[0]} has a perplexity of {lowest}{beside}."]
+    if best == order:
+        return [f"{where} all schemes have the same perplexity ({lowest})."]
+    named = f"{' and '.join(best)} {'has' if len(best) == 1 else 'have'} the lowest perplexity"
+    worst = f"{order[-1]} the highest ({numbers.number(means[order[-1]])})"
+    return [f"{where} {named} ({lowest}), {worst}{_distance(rows, *order[:2], longest)}."]
+
+
+def _where(length: int, own: int | None) -> str:
+    if own is None:
+        return f"At {length:,} tokens"
+    times = "the" if length == own else f"{length / own:.3g} times the"
+    return f"At {times} training length ({length:,} tokens)"
+
+
+def _distance(rows: Sequence[Row], best: str, second: str, length: int) -> str:
+    """Whether the best differs from the second by more than the noise of seeds; empty with one seed."""
+    found = numbers.difference(rows, second, best, length)
+    if found is None:
+        return ""
+    size = f"{found.mean:.3f} nats per token, 95 % interval {found.low:.3f} to {found.high:.3f}"
+    if found.low > 0:
+        return f"; {best} is ahead of the second, {second}, by more than the noise of the seeds ({size})"
+    return f"; between {best} and the second, {second}, the difference is within the noise of the seeds ({size})"
+
+
+def _on_few_windows(rows: Sequence[Row]) -> list[str]:
+    """The curves that are omitted because too few windows were measured."""
+    found = []
+    if any(row.get("last_tokens") for row in rows) and numbers.endings(rows) < numbers.FEW:
+        windows = f"{numbers.endings(rows)} windows, of which the table has the numbers"
+        found.append(f"the last {numbers.last_length(rows)} tokens ({windows})")
+    if any(row.get("position_ends") for row in rows) and not any(
+        numbers.positions(rows, label)[0] for label in numbers.labels(rows)
+    ):
+        found.append("perplexity by position")
+    least = f"a curve takes {numbers.FEW}, and a point by position {numbers.FEW_TOKENS} tokens"
+    what = " and ".join(found)
+    return [f"No curve is shown of {what}: too few windows were measured ({least})."] if found else []
+
+
+def _on_guesses(rows: Sequence[Row]) -> list[str]:
+    """The tasks that no scheme has learned."""
+    measured = {
+        name: mine for name, mine in numbers.tasks(rows).items() if any(row["accuracy"] is not None for row in mine)
+    }
+    idle = ", ".join(numbers.spoken(name) for name, mine in measured.items() if not numbers.is_above_chance(mine))
+    return [f"{idle}: no scheme is above a guess by more than noise, so there is no figure."] if idle else []

@@ -21,7 +21,7 @@ from train.checkpoint.reading import damages
 from train.checkpoint.restore import restore_model
 from train.cli import main
 from train.config import dump, parse, to_dict
-from train.model.build import build_model
+from train.model.build import Setup
 from train.runtime.paths import write_file
 
 TEXT = ["a digest of the text"]
@@ -308,7 +308,7 @@ def test_another_config_or_another_text_is_refused_and_nothing_changes(two):
 
 def test_a_model_is_restored_from_the_newest_whole_checkpoint(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(dump(config()))
-    parameters = nnx.to_pure_dict(nnx.state(build_model(config())))
+    parameters = nnx.to_pure_dict(nnx.state(Setup(config()).model()))
     with Checkpoints(config(), tmp_path, TEXT) as checkpoints:
         for step in (3, 6):
             moved = jax.tree.map(lambda x, step=step: x + step, parameters)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from flax import nnx
 from refusals import refused
 
 from posjax.nn import logical_axes
@@ -13,7 +12,7 @@ from train.checkpoint.directory import check_one_run
 from train.checkpoint.manager import Checkpoints
 from train.cli import main
 from train.config import dump, parse
-from train.model.build import build_model
+from train.model.build import Setup
 from train.model.state import is_axis_names
 from train.runtime.lines import Listed
 from train.runtime.paths import path, write_file
@@ -25,7 +24,7 @@ def config(**train):
 
 def tree(**values):
     """The names of a model's parameters, and their axes."""
-    model = nnx.eval_shape(lambda: build_model(parse(values)))
+    model = Setup(parse(values)).abstract
     leaves = jax.tree_util.tree_leaves_with_path(logical_axes(model), is_leaf=is_axis_names)
     return {
         jax.tree_util.keystr(place, simple=True, separator="."): ", ".join(map(str, axes)) for place, axes in leaves

@@ -6,13 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from flax import nnx
 
 from posjax.nn.huggingface.load import named_parameters
 from train.compare.compare import trainings
 from train.config import load
 from train.loop.optimizer import TRAINED, param_labels
-from train.model.build import build_model, check_model
+from train.model.build import Setup, check_model
 from train.model.convert import check_continues
 
 FOLDER = Path(__file__).parents[3] / "configs"
@@ -38,13 +37,13 @@ def test_a_config_is_a_comparison_at_and_beyond_its_training_length(path):
 
 def test_a_long_row_can_be_trained_on():
     config = load(FOLDER / "long.yaml")
-    check_model(config)
+    check_model(Setup(config))
     assert (config.train.length, config.train.rows) == (131072, 1)
 
 
 def trained_names(config):
     """The last parts of the names of the parameters that a stage trains."""
-    parameters = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(build_model(config))))
+    parameters = Setup(config).shapes
     chosen = param_labels(config.train, parameters)
     return {name.rpartition("/")[2] for name, label in named_parameters(chosen) if label == TRAINED}
 
@@ -53,7 +52,7 @@ def test_rope_turns_into_coca_in_the_steps_of_the_paper():
     config = load(FOLDER / "rope-to-coca.yaml")
     stages = [config.stage(number) for number in range(len(config.stage_names))]
     for before, after in pairwise(stages):
-        check_continues(before, after)
+        check_continues(Setup(before), Setup(after))
     assert [stage.scheme.name for stage in stages] == ["rope", "coca-strict", "coca-strict", "coca-strict"]
     rope, keys, attention, everything = map(trained_names, stages)
     assert (keys, attention) == ({"k"}, {"q", "k", "v"})

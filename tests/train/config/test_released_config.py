@@ -12,7 +12,7 @@ from posjax import rotary
 from posjax.nn import Norm, Residual, from_pretrained, save_pretrained
 from train.config import dump, parse, parse_text
 from train.data.tokenizer import load_tokenizer
-from train.model.build import check_model, decoder_config, evaluated_scheme, scheme_of
+from train.model.build import Setup, check_model, evaluated_scheme, scheme_of
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_shape_scheme_and_tokenizer_come_from_the_model(released, values):
     folder, decoder = released
     config = parse({"init": str(folder)})
     assert scheme_of(config) == decoder.config.scheme
-    assert decoder_config(config).vocab_size == VOCABULARY
+    assert Setup(config).decoder.vocab_size == VOCABULARY
     assert (config.model.num_layers, config.model.norm.eps, config.model.embedding_scale) == (2, 1e-5, 1.0)
     assert config.train.length == LENGTH
     assert config.evaluate.lengths == (32, 64, 128)
@@ -78,7 +78,7 @@ def test_contradictions_are_refused_by_name(released, values, tmp_path):
         ("dtype", lambda: parse({**values, "init": {"path": "tiny", "dtype": "bfloat16"}})),
         ("init.values", lambda: parse({**values, "init": {"path": "tiny", "values": 3}})),
         ("init", lambda: scheme_of(parse({"scheme": "released"}))),
-        ("data.special_tokens", lambda: check_model(masked)),
+        ("data.special_tokens", lambda: check_model(Setup(masked))),
     ):
         refused(name, call)
     for path in ("/nowhere/model", "/nowhere/model.gguf"):

@@ -15,7 +15,7 @@ from posjax.nn import logical_axes
 from posjax.nn.huggingface.load import named_parameters
 from train.config import TrainConfig, parse
 from train.loop.optimizer import kept_moments, learning_rate, make_optimizer
-from train.model.build import build_model
+from train.model.build import Setup
 
 
 @pytest.mark.parametrize("warmup", [0, 10])
@@ -154,7 +154,7 @@ OPTIMIZERS = ["adamw", "muon", "adafactor"]
 )
 def test_every_optimizer_decays_matrices_only(model):
     """With gradients of 0, every element of a matrix goes from 1 to ``1 - rate * decay``, and nothing else changes."""
-    shapes = nnx.eval_shape(lambda: build_model(parse(model)))
+    shapes = Setup(parse(model)).abstract
     ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), nnx.to_pure_dict(nnx.state(shapes)))
     zeros = jax.tree.map(np.zeros_like, ones)
     matrix = re.compile("(embed|head|.*/attention/[qkvo]|.*/mlp/(up|gate|down))$")

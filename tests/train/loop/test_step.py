@@ -21,7 +21,7 @@ from train.config import DataConfig, parse
 from train.data.packing import Batch
 from train.data.tokenizer import PADDING, load_tokenizer
 from train.loop.step import build_program, draw_positions, mask_tokens
-from train.model.build import placement
+from train.model.build import Setup, scheme_of
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, named_sharding
 from train.plan.hlo import parse as read_program
@@ -39,7 +39,7 @@ def build(*given, **train):
     """The program of a config, and its mesh."""
     config = config_of(*given, **train)
     mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate)
-    return build_program(config, mesh), mesh
+    return build_program(Setup(config, mesh)), mesh
 
 
 def placed(mesh, batch):
@@ -117,7 +117,8 @@ def test_masked_tokens_are_bytes_of_documents_only():
 
 def test_positions_are_drawn_as_the_scheme_says(batch):
     def draw(scheme, seed=0):
-        return jax.jit(lambda key: draw_positions(config_of(scheme), key, batch, Layout()))(jax.random.key(seed))
+        built = scheme_of(config_of(scheme))
+        return jax.jit(lambda key: draw_positions(built, key, batch, Layout()))(jax.random.key(seed))
 
     assert draw("rope") == {}
     first, second = (np.asarray(draw({"name": "randomised", "max_length": 64}, seed)["positions"]) for seed in (0, 1))
@@ -304,7 +305,7 @@ def test_replicas_that_add_up_their_own_parts_give_the_gradient_of_one_device(sc
     for sizes in ({"data": 1}, mesh):
         train = {"batch_tokens": 128, "accumulate": 2, "clip_norm": 1e9, "mesh": sizes}
         program, devices = build(scheme, model, **train)
-        ordered = jax.tree.map(placement(config_of(scheme, model, **train), devices).layout.apply, rows)
+        ordered = jax.tree.map(Setup(config_of(scheme, model, **train), devices).placement.layout.apply, rows)
         with jax.set_mesh(devices):
             state, metrics = program.update(
                 program.given, begin(program, random_parameters(program)), placed(devices, ordered)

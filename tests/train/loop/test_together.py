@@ -14,7 +14,7 @@ from train.config import parse
 from train.loop import together as together_module
 from train.loop.fit import fit, read_result
 from train.loop.together import fit_together, stacked_program
-from train.model.build import learned_positions
+from train.model.build import Setup, learned_positions
 from train.monitor.logs import read_metrics
 
 T5 = {"name": "t5", "num_buckets": 4, "max_distance": 6}
@@ -48,7 +48,7 @@ def parameters(config):
 
 def trainings(config, suffix=""):
     """Three trainings whose seeds, rates and factors differ."""
-    factors = dict.fromkeys(learned_positions(config("x")), 30.0)
+    factors = dict.fromkeys(learned_positions(Setup(config("x"))), 30.0)
     return [
         config(f"plain{suffix}"),
         config(f"faster{suffix}", learning_rate=9e-3, learning_rate_factors=factors),

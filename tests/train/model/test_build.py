@@ -12,13 +12,12 @@ from posjax.layout import Layout
 from train.config import SchemeConfig, parse
 from train.config.settings.model import InitConfig
 from train.model.build import (
+    Setup,
     build_scheme,
     check_model,
-    decoder_config,
     evaluated_scheme,
     learned_positions,
-    own_length,
-    placement,
+    model_length,
     scheme_of,
     trained_changes,
 )
@@ -50,7 +49,7 @@ def released(length, scheme="released", stated=None):
 )
 def test_a_model_was_made_for_the_longer_of_its_own_length_and_that_of_its_training(scheme, stated, trained, own):
     """Another scheme than that of the released model has only seen the length of the training."""
-    assert own_length(released(trained, scheme, stated)) == own
+    assert model_length(released(trained, scheme, stated)) == own
 
 
 def test_another_scheme_keeps_the_base_of_the_released_model():
@@ -84,15 +83,15 @@ def test_a_released_model_is_trained_as_extended_from_its_own_length(stated, wan
 def test_tokens_are_balanced_where_a_ring_is_causal(shards, length, options, kind):
     model = {"causal": options.pop("causal", True)}
     config = parse({"model": model, "train": {"length": length, "batch_tokens": 4 * length, "context": options}})
-    found = placement(config, abstract(context=shards))
+    found = Setup(config, abstract(context=shards)).placement
     assert found.layout == Layout(kind, shards)
     assert found.context == (None if shards == 1 else "context")
     assert found.batch == ("replica", "data", "fsdp")
 
 
 def test_heads_are_split_over_two_devices_or_more_and_without_a_mesh_nothing_is():
-    assert [placement(parse({}), abstract(tensor=devices)).heads for devices in (1, 2)] == [None, "tensor"]
-    assert decoder_config(parse({})).placement == placement(parse({}), None) == Placement()
+    assert [Setup(parse({}), abstract(tensor=devices)).placement.heads for devices in (1, 2)] == [None, "tensor"]
+    assert Setup(parse({})).decoder.placement == Setup(parse({}), None).placement == Placement()
 
 
 @pytest.mark.parametrize(("length", "factor"), [(None, 2.0), (128, 4.0), (32, 1.0)])
@@ -106,7 +105,7 @@ def test_layers_and_vocabulary_are_those_of_the_recipe_and_the_tokenizer_unless_
     """The tokenizer has bytes, and four special tokens."""
     assert len(build_scheme(SchemeConfig("gemma3"), 7).schemes) == 7
     assert len(build_scheme(SchemeConfig("gemma3", options={"num_layers": 13}), 7).schemes) == 13
-    assert [decoder_config(parse({"model": given})).vocab_size for given in ({}, {"vocab_size": 300})] == [260, 300]
+    assert [Setup(parse({"model": given})).decoder.vocab_size for given in ({}, {"vocab_size": 300})] == [260, 300]
 
 
 LEARNED = {"name": "learned", "max_length": 32}
@@ -124,12 +123,12 @@ RANDOMISED = {"name": "rope", "training_positions": {"name": "randomised", "max_
 )
 def test_a_model_that_does_not_fit_is_refused(named, scheme, model):
     if "max_length" in named:
-        check_model(of_length(32, scheme))
-    refused(named, lambda: check_model(of_length(33, scheme, **model)))
+        check_model(Setup(of_length(32, scheme)))
+    refused(named, lambda: check_model(Setup(of_length(33, scheme, **model))))
 
 
 def test_the_parameters_that_encode_positions():
     learned = {"t5": "shared/*", "pope": "*/learned/features/*", "fox": "*/learned/bias/*"}
-    found = {scheme: learned_positions(of_length(32, scheme)) for scheme in (*learned, "rope", "performer")}
+    found = {scheme: learned_positions(Setup(of_length(32, scheme))) for scheme in (*learned, "rope", "performer")}
     assert found == {scheme: (pattern,) for scheme, pattern in learned.items()} | {"rope": (), "performer": ()}
-    assert learned_positions(of_length(32, LEARNED)) == ("embedding/*",)
+    assert learned_positions(Setup(of_length(32, LEARNED))) == ("embedding/*",)

@@ -3,12 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from refusals import refused
 
 from posjax.nn.huggingface.load import named_parameters
 from train.config import parse
-from train.model.build import build_model
+from train.model.build import Setup
 from train.model.convert import check_continues, convert
 
 MODEL = {"num_layers": 2, "model_dim": 8, "num_heads": 1, "mlp_dim": 8, "vocab_size": 260}
@@ -29,10 +28,10 @@ def config(scheme, **model):
 )
 def test_rope_becomes_coca_by_the_mean_of_the_two_channels_of_each_plane(before, after, narrowed):
     before, after = config(before), config(after)
-    shapes, wanted = (nnx.eval_shape(lambda c=c: nnx.to_pure_dict(nnx.state(build_model(c)))) for c in (before, after))
+    shapes, wanted = (Setup(each).shapes for each in (before, after))
     random = np.random.default_rng(0)
     old = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(leaf.dtype), shapes)
-    new = convert(before, after, old)
+    new = convert(Setup(before), Setup(after), old)
     for (name, found), (_, given), leaf in zip(
         *map(named_parameters, (new, old)), jax.tree.leaves(wanted), strict=True
     ):
@@ -48,10 +47,10 @@ REFUSED = [("alibi", "coca-slack"), ("coca-slack", "rope"), ("coca-slack", "coca
 
 @pytest.mark.parametrize(("before", "after"), [*REFUSED, (INTERLEAVED, "coca-slack"), (HALF, "coca-slack")], ids=str)
 def test_schemes_that_do_not_follow_from_each_other_are_refused(before, after):
-    refused("scheme", lambda: check_continues(config(before), config(after)))
+    refused("scheme", lambda: check_continues(Setup(config(before)), Setup(config(after))))
 
 
 def test_a_scheme_continues_from_itself_with_the_same_sizes():
     for scheme in ("rope", "coca-slack", "t5"):
-        check_continues(config(scheme), config(scheme))
-    refused("stacks/0/0/mlp/down", lambda: check_continues(config("rope"), config("rope", mlp_dim=16)))
+        check_continues(Setup(config(scheme)), Setup(config(scheme)))
+    refused("stacks/0/0/mlp/down", lambda: check_continues(Setup(config("rope")), Setup(config("rope", mlp_dim=16))))

@@ -14,7 +14,7 @@ from posjax.remap import LMInfinite
 from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme
 from train.config import Config, ModelConfig, SchemeConfig, TrainConfig
-from train.model.build import decoder_config
+from train.model.build import Setup
 from train.model.flops import decoder_flops, maxtext_flops, prefix_pairs, product_parameters, update_flops
 
 DISTANCES = {
@@ -126,7 +126,7 @@ def test_an_update_by_hand():
 
 def test_padding_and_other_documents_cost_nothing():
     ids = np.tile(PACKED[:, :32], (2, 1))
-    found, whole = decoder_flops(decoder_config(LLAMA), ids), update_flops(LLAMA)
+    found, whole = decoder_flops(Setup(LLAMA).decoder, ids), update_flops(LLAMA)
     assert found.parameters == whole.parameters * (ids >= 0).sum() / ids.size
     assert found.attention == whole.attention * packed(Causal(), ids) / (4 * 32 * 33 / 2)
 

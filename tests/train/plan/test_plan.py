@@ -10,13 +10,12 @@ import sys
 import jax
 import pytest
 from compiled_step import PROGRAM
-from flax import nnx
 from refusals import refused
 from rich.console import Console
 
 from train.cli import WRONG_INPUT, main
 from train.config import load, parse
-from train.model.build import build_model
+from train.model.build import Setup
 from train.plan.compiling import CompiledStep, Memory, batch_of_evaluation, compiler_flags, out_of_memory
 from train.plan.largest import Allocation, largest
 from train.plan.plan import make_plan, plan_evaluation, plan_of
@@ -243,7 +242,7 @@ def test_the_evaluation_of_a_tiny_config_is_planned(tiny):
     """One row of a text, split over all eight chips; each has an eighth of the parameters."""
     sizes = ["evaluate.lengths=[8192]", "evaluate.tokens=8192", "evaluate.batch_tokens=8192"]
     plan = plan_evaluation(load(tiny, sizes), pod_of("v5e:2x4"))
-    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(build_model(plan.config)))))
+    count = sum(leaf.size for leaf in jax.tree.leaves(Setup(plan.config).shapes))
     assert plan.memory.parameters == 4 * count / 8
     assert plan.memory.optimizer == 0
 

@@ -4,11 +4,10 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from matplotlib.text import Text
 from report_rows import EXTENSIONS, FAMILIES, task, text, zoo
 
-from train.report import curves, figure, grids, reached
-from train.report.groups import groups
+from train.report import figures
+from train.report.figures import groups
 
 ABOUT = ("Title", "Text.")
 
@@ -29,23 +28,28 @@ def named(panel):
     return [line for line in panel.get_lines() if not line.get_label().startswith("_")]
 
 
+def names(panel):
+    return [text.get_text() for text in panel.get_legend().get_texts()]
+
+
 def check_names(made):
-    """Every line has one name, and no name overlaps another one of its panel, or is outside the figure."""
+    """Every line has one name, in the order of the ends of lines, and names are inside the figure and beside panels."""
     made.draw_without_rendering()
-    whole = made.bbox
-    for panel in made.axes:
-        boxes = {name.get_text(): Text.get_window_extent(name) for name in panel.texts}
-        assert [name.strip(" ↑↓") for name in boxes] == [line.get_label() for line in named(panel)]
-        for (one, a), (other, b) in combinations(boxes.items(), 2):
-            assert not a.overlaps(b), (panel.get_title(loc="left"), one, other)
-        for name, box in boxes.items():
-            assert whole.x0 <= box.x0 < box.x1 <= whole.x1, name
-            assert panel.bbox.y0 - 3 <= box.y0 < box.y1 <= panel.bbox.y1 + 3, name
+    panels = [panel for panel in made.axes if panel.axison]
+    for panel in panels:
+        box = panel.get_legend().get_window_extent()
+        ends = {line.get_label(): -line.get_ydata()[-1] for line in named(panel)}
+        assert [name.strip(" ↑↓") for name in names(panel)] == sorted(ends, key=ends.get)
+        assert made.bbox.x0 <= box.x0 < box.x1 <= made.bbox.x1
+        assert made.bbox.y0 <= box.y0 < box.y1 <= made.bbox.y1
+        assert not any(box.overlaps(other.bbox) for other in panels)
+    for one, other in combinations(panels, 2):
+        assert not one.get_legend().get_window_extent().overlaps(other.get_legend().get_window_extent())
 
 
 def test_many_schemes_share_axes_and_a_line_and_have_names_that_do_not_overlap(drawn):
     rows = [row for n in range(12) for row in text(f"scheme {n}", [5.0 + k * (n % 3) ** 3 / 50 for k in range(5)])]
-    figure.draw(rows, *ABOUT)
+    figures.draw_by_length(rows, *ABOUT)
     (made,) = drawn
     check_names(made)
     panels = [panel for panel in made.axes if panel.axison]
@@ -58,11 +62,11 @@ def test_many_schemes_share_axes_and_a_line_and_have_names_that_do_not_overlap(d
         assert len(looks) == len(named(panel)) <= 8
 
 
-def test_names_do_not_overlap_by_position_or_where_three_panels_share_a_row(drawn):
+def test_names_do_not_overlap_by_position_or_beside_panels_of_three_measurements(drawn):
     places = {"position_ends": [8, 16, 32], "position_nll": [2.0, 1.5, 1.4]}
     rows = [{**row, **places} for n in range(8) for row in text(f"a scheme with a long name {n}", (5.0,) * 5)]
-    curves.draw_by_position(rows)
-    figure.draw([{**row, "sliding_tokens": 96, "sliding_perplexity": 5.0} for row in rows], *ABOUT)
+    figures.draw_by_position(rows)
+    figures.draw_by_length([{**row, "sliding_tokens": 96, "sliding_perplexity": 5.0} for row in rows], *ABOUT)
     for made in drawn:
         check_names(made)
     (line, *_) = named(drawn[0].axes[0])
@@ -71,11 +75,11 @@ def test_names_do_not_overlap_by_position_or_where_three_panels_share_a_row(draw
 
 
 def test_an_explosion_does_not_set_the_scale_and_is_named_at_the_edge(drawn):
-    figure.draw(text("rope", (5.0, 6.0)) + text("sinusoidal", (5.0, 9e5)), *ABOUT)
+    figures.draw_by_length(text("rope", (5.0, 6.0)) + text("sinusoidal", (5.0, 9e5)), *ABOUT)
     (made,) = drawn
     check_names(made)
     assert made.axes[0].get_ylim()[1] == 200
-    assert [name.get_text() for name in made.axes[0].texts] == ["rope", "sinusoidal ↑"]
+    assert names(made.axes[0]) == ["sinusoidal ↑", "rope"]
     assert any("sinusoidal 9.0e+05 at 64" in each.get_text() for each in made.texts)
 
 
@@ -84,8 +88,8 @@ def copied(*seeds):
 
 
 def test_seeds_that_fall_into_two_groups_are_lines_and_others_a_band(drawn):
-    curves.draw_tasks(copied((1.0, 0.9), (1.0, 0.8), (0.0, 0.0)))
-    curves.draw_tasks(copied((1.0, 0.9), (0.95, 0.85)))
+    figures.draw_tasks(copied((1.0, 0.9), (1.0, 0.8), (0.0, 0.0)))
+    figures.draw_tasks(copied((1.0, 0.9), (0.95, 0.85)))
     apart, alike = (made.axes[0] for made in drawn)
     assert [list(line.get_ydata()) for line in lines(apart, "_seed")] == [[1.0, 0.9], [1.0, 0.8], [0.0, 0.0]]
     assert list(lines(apart, "rope")[0].get_ydata()) == pytest.approx([2 / 3, 1.7 / 3])
@@ -96,7 +100,7 @@ def test_seeds_that_fall_into_two_groups_are_lines_and_others_a_band(drawn):
 
 @pytest.mark.parametrize(("train_length", "where"), [(64, [64, 64]), (512, [])])
 def test_axes_have_titles_ticks_and_the_training_length(drawn, train_length, where):
-    figure.draw(text("rope", (5.0, 6.0, 7.0), train_length=train_length), *ABOUT)
+    figures.draw_by_length(text("rope", (5.0, 6.0, 7.0), train_length=train_length), *ABOUT)
     panels = drawn[0].axes
     assert [line.get_xdata()[0] for panel in panels for line in lines(panel, "_training length")] == where
     assert panels[0].get_xlabel().startswith("evaluation length in tokens")
@@ -108,14 +112,14 @@ def test_axes_have_titles_ticks_and_the_training_length(drawn, train_length, whe
 def test_trainings_that_end_at_a_loss_are_steps_of_survival(drawn):
     about = {"stop_loss": 2.0, "updates": 3000}
     rows = [row for seed, n in enumerate([900, None]) for row in text("coca", (5.0,), seed=seed, updates_to_loss=n)]
-    reached.draw([{**row, **about} for row in rows])
+    figures.draw_reached([{**row, **about} for row in rows])
     (line,) = named(drawn[0].axes[0])
     assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == [(0, 1.0), (900, 0.5), (3000, 0.5)]
 
 
 def test_maps_show_the_share_at_every_depth_and_length(drawn):
     rows = [row for depth in (0.0, 1.0) for row in task("needle_single", "rope", (0.9, None, depth), depth=depth)]
-    grids.draw(rows)
+    figures.draw_depths(rows)
     (panel,) = drawn[0].axes
     assert [cell.get_text() for cell in panel.texts] == ["90", "-", "0", "90", "-", "100"]
 
@@ -123,8 +127,8 @@ def test_maps_show_the_share_at_every_depth_and_length(drawn):
 def test_what_says_nothing_is_not_drawn(drawn):
     """The last tokens of few windows, and tasks with the accuracy of a guess."""
     few = text("rope", (5.0, 6.0), last_tokens=31 * 32)
-    figure.draw(few, *ABOUT)
-    curves.draw_tasks(task("copy", "rope", (0.9, 0.5)) + task("mqar", "rope", (0.02, 0.0)))
+    figures.draw_by_length(few, *ABOUT)
+    figures.draw_tasks(task("copy", "rope", (0.9, 0.5)) + task("mqar", "rope", (0.02, 0.0)))
     titles = [[panel.get_title(loc="left") for panel in made.axes] for made in drawn]
     assert titles == [["Whole window"], ["Copy"]]
 

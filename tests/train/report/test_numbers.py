@@ -8,14 +8,15 @@ from report_rows import task, text
 from scipy import stats
 
 import posjax as pj
-from train.report import families
-from train.report.families import family
+from train.report import numbers
 from train.report.numbers import (
     Estimate,
     accuracies,
     at_depth,
     curve,
+    difference,
     endings,
+    family,
     is_above_chance,
     last_length,
     notes,
@@ -25,7 +26,6 @@ from train.report.numbers import (
     trainings,
     windows,
 )
-from train.report.pairs import difference
 
 
 def test_the_loss_at_the_training_length_or_the_next_longer_one():
@@ -140,9 +140,9 @@ def test_the_interval_is_that_of_the_paired_t_test(seeds):
 
 def test_every_scheme_belongs_to_its_family():
     rotary_bias, windowed = pj.scheme("rope", bias={"name": "alibi"}), pj.scheme("rerope", window=4)
-    assert (family(rotary_bias), family(windowed)) == (families.BIASES, families.WINDOWS)
+    assert (family(rotary_bias), family(windowed)) == (numbers.BIASES, numbers.WINDOWS)
     names = ["nope", "p-rope", "cope", "coca-slack", "performer", "key-norm"]
     assert [family(pj.scheme(name)) for name in names] == [
-        *(families.ABSOLUTE, families.ROTATIONS, families.BIASES),
-        *(families.COCA, families.LINEAR, families.OTHER),
+        *(numbers.ABSOLUTE, numbers.ROTATIONS, numbers.BIASES),
+        *(numbers.COCA, numbers.LINEAR, numbers.OTHER),
     ]

@@ -4,7 +4,7 @@ import pytest
 from report_rows import task, text
 
 from train import report
-from train.report.findings import findings
+from train.report.tables import findings
 
 
 def table(rows, start):

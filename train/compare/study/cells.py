@@ -17,7 +17,7 @@ from train.data.tokenizer import load_tokenizer
 from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
 from train.evaluate.windows import ending
-from train.model.build import RELEASED, extension_of, own_length
+from train.model.build import RELEASED, extension_of, model_length
 
 TEXT, PASSKEY = "text", "passkey"
 
@@ -148,7 +148,7 @@ def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mappin
 
 def scored(config: Config) -> int:
     """The number of scored tokens at the end of a text."""
-    return config.compare.scored or max(1, own_length(config) // 4)
+    return config.compare.scored or max(1, model_length(config) // 4)
 
 
 def digest_of_model(config: Config) -> str:

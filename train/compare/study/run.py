@@ -35,7 +35,7 @@ from train.data.sources import all_documents
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import mesh_for
 from train.evaluate.tasks import Vocabulary, check_tasks
-from train.model.build import check_vocabulary, own_length
+from train.model.build import Setup, check_vocabulary, model_length
 from train.model.extension import completed
 from train.monitor.cache import enable_compilation_cache
 from train.runtime.allocator import keep_memory_on_cpu
@@ -56,8 +56,9 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     check_entries(config)
     chosen = chosen_entries(config)
     _check_schemes(config)
-    check_vocabulary(config)
-    check_tasks(config.evaluate, Vocabulary(load_tokenizer(config.data)))
+    setup = Setup(config)
+    check_vocabulary(setup)
+    check_tasks(config.evaluate, Vocabulary(setup.tokenizer))
     texts, model_digest = read_texts(config), digest_of_model(config)
     search = _search(config, model_digest, chosen)
     directory = config.directory
@@ -177,7 +178,7 @@ def _check_schemes(config: Config) -> None:
     """
     rope = Scheme(features=Rotary())
     for entry in config.compare.schemes:
-        change = completed(entry.extend, own_length(config), max(config.evaluate.lengths))
+        change = completed(entry.extend, model_length(config), max(config.evaluate.lengths))
         change.pop("layers", None)  # for models whose layers differ
         try:
             if not is_to_be_searched(entry):

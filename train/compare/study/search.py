@@ -18,7 +18,7 @@ from train.data.sources import all_documents
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import on
 from train.evaluate.search import Effort, check_searchable, options_of, search_factors
-from train.model.build import extension_of, own_length
+from train.model.build import extension_of, model_length
 
 TRIED, CHOSEN = "search", "found"
 """The kinds of rows of a search: a rule that was tried, and the final result."""
@@ -123,7 +123,7 @@ def search_text(config: Config) -> np.ndarray:
 
     Raises ValueError if no document is long enough for both, and for a length that is not beyond the model's own.
     """
-    own = own_length(config)
+    own = model_length(config)
     length = config.compare.search.length or 2 * own
     check(length > own, f"compare.search.length must exceed the model's own, {own}, found {length}")
     span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)

@@ -10,7 +10,7 @@ from rich.table import Table
 from train.lab.formal_languages.config import LanguagesConfig
 from train.lab.formal_languages.generators import LANGUAGES
 from train.lab.formal_languages.trainer import check_fit, train_and_test
-from train.report import ends, style
+from train.report import style
 from train.runtime.paths import path
 from train.runtime.rows import write_rows
 
@@ -82,8 +82,7 @@ def _panel(panel: Any, name: str, rows: Sequence[dict[str, Any]], config: Langua
     longest, lengths = config.lengths(language)
     for n, (label, points) in enumerate(curves(name, rows).items()):
         colour, marker = style.COLOURS[n % len(style.COLOURS)], style.MARKERS[n % len(style.MARKERS)]
-        panel.plot(list(points), list(points.values()), color=colour, marker=marker)
-        ends.name(panel, label, colour, list(points), list(points.values()))
+        panel.plot(list(points), list(points.values()), color=colour, marker=marker, label=label)
     panel.axhline(1 / language.classes, color="#888888", linestyle=":")
     panel.axvline(longest, color="#888888", linestyle="--")
     panel.set(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from train.config import Config, parse
-from train.model.build import decoder_config
+from train.model.build import Setup
 from train.model.flops import maxtext_flops
 
 _LLAMA_2_7B = {"num_layers": 32, "model_dim": 4096, "num_heads": 32, "mlp_dim": 11008, "vocab_size": 32000}
@@ -77,7 +77,7 @@ class Published:
 
         parameters + pairs (half, or all: twice that) + 6 x vocabulary x width x tokens, if the lookup is counted.
         """
-        found, decoder = maxtext_flops(self.config), decoder_config(self.config)
+        found, decoder = maxtext_flops(self.config), Setup(self.config).decoder
         lookup = 6.0 * decoder.vocab_size * decoder.model_dim * self.config.train.batch_tokens
         return found.parameters + found.attention * (1 + (self.pairs == "all")) + lookup * self.counts_lookup
 

@@ -19,7 +19,7 @@ from train.lab.steps.breakdown import Breakdown, Launches, Sent, Spent, measure,
 from train.lab.steps.foreign_kernels import AnyKernels, Blocks, parse_blocks
 from train.lab.steps.parts import PARTS, PASSES, Widths
 from train.lab.steps.saved_step import SavedStep
-from train.model.build import decoder_config
+from train.model.build import Setup
 from train.model.flops import Flops, update_flops
 from train.plan.compiling import compile_step
 from train.plan.plan import check_split, kernels_of, plan_of, simulator_of
@@ -100,7 +100,7 @@ def breakdown_of(one: SavedStep, config: Config, pod: Pod, blocks: Blocks | None
     """
     ours, train = kernels_of(config, pod, one.step.axes), config.train
     kernels = AnyKernels(ours.pod, ours.share, ours.spread, one.schedules, blocks)
-    widths = Widths.of(decoder_config(config), train.length, pod.devices)
+    widths = Widths.of(Setup(config).decoder, train.length, pod.devices)
     simulator = simulator_of(pod, one.step, kernels)
     return measure(one.name, simulator, one.step.memory, one.tokens or train.batch_tokens, widths)
 
