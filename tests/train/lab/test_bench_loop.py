@@ -4,7 +4,7 @@ import pytest
 
 from train.config import parse
 from train.lab.bench_loop import WARM_BLOCKS, Seconds, TimedBlocks, bench_loop
-from train.loop.step import Program
+from train.loop.step import Given, Program
 
 pytestmark = pytest.mark.lab
 
@@ -21,16 +21,17 @@ class Clock:
 def test_blocks_of_the_loop_and_of_the_bare_step_take_turns_and_each_has_its_time():
     clock, order = Clock(), []
 
-    def update(state, batch):
+    def update(given, state, batch):
         clock.now += 2.0
         order.append(state)
         return state, 0.0
 
     blocks = TimedBlocks(3, clock=lambda: Seconds(clock.now, 10 * clock.now))
-    bare = Program(initialize=lambda: "bare", begin=None, update=update, loss=None, abstract=None)
+    given = Given(seed=0, rates=None)
+    bare = Program(given, lambda seed: "bare", begin=None, update=update, loss=None, abstract=None)
     measured, steps = blocks.around(bare), 3 * (WARM_BLOCKS + 2)
     for step in range(steps + 1):
-        measured.update("loop", 0.0)
+        measured.update(given, "loop", 0.0)
         clock.now += 30.0 if step < 3 else 1.0  # the rest of the loop; its first block compiles
     assert order == (["bare"] * 3 + ["loop"] * 3) * (WARM_BLOCKS + 2) + ["bare"] * 3 + ["loop"]
     assert blocks.loop == [(32.0, 320.0)] + [(3.0, 30.0)] * (WARM_BLOCKS + 1)
