@@ -142,9 +142,10 @@ def _child(directory: Path, pod: Pod, kind: str) -> dict[str, Any]:
     mesh, program, arguments = {UPDATE: _update, EVALUATION: _evaluation}[kind](config, devices_of(pod))
     with jax.set_mesh(mesh):
         compiled = program.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    held = arguments[1:] if kind == UPDATE else arguments  # without the seed and the rates, which are a few bytes
     (directory / "program.txt").write_text(compiled.as_text(), encoding="utf-8")
     return {
-        "memory": vars(_memory(compiled.memory_analysis(), *arguments)),
+        "memory": vars(_memory(compiled.memory_analysis(), *held)),
         "largest": largest(directory),
         "axes": dict(mesh.shape),
         "coordinates": [
