@@ -16,6 +16,7 @@ from posjax.attention.rows import per_query_of
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _LARGEST_HEAD = 256
 _FORMS = ("none", "linear", "gates", "by distance", "pairs")
+"""The keys of ``posjax.attention.gpu.biases.FORMS``, which is imported when a kernel is traced."""
 _OLDEST_JAX = (0, 11)
 _USUAL = Options()
 _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")

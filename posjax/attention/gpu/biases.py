@@ -210,7 +210,7 @@ class ByDistance(KernelBias):
 
 
 @dataclasses.dataclass(frozen=True)
-class OfPairs(KernelBias):
+class WholeArray(KernelBias):
     """An array ``b[batch, head, i, j]``, read tile by tile; a batch or heads of 1 are shared.
 
     Its gradient is ``dS``, which takes memory for every pair and head.
@@ -239,4 +239,4 @@ class OfPairs(KernelBias):
         return {"pairs": sums.of_pairs.sum(shared, keepdims=True).astype(pairs.dtype)}
 
 
-FORMS = {"none": NoBias, "linear": LinearInKey, "gates": Gates, "by distance": ByDistance, "pairs": OfPairs}
+FORMS = {"none": NoBias, "linear": LinearInKey, "gates": Gates, "by distance": ByDistance, "pairs": WholeArray}
