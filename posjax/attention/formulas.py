@@ -137,24 +137,24 @@ def dissect(mask: Mask | None) -> tuple[Formula, list, list]:
     return mask, [], []
 
 
-def mask_refusal(mask: Mask | None) -> str | None:
-    """Why a kernel cannot evaluate a mask, or None."""
+def _mask_refusal(mask: Mask | None, operations: Collection[str]) -> str | None:
+    """Why a kernel that knows these operations cannot evaluate a mask, or None."""
     if mask is None:
         return None
     if isinstance(mask, Pair):
-        return mask_refusal(mask.left) or mask_refusal(mask.right)
+        return _mask_refusal(mask.left, operations) or _mask_refusal(mask.right, operations)
     if isinstance(mask, Not):
-        return mask_refusal(mask.mask)
+        return _mask_refusal(mask.mask, operations)
     name = type(mask).__name__
     if isinstance(mask, OfTokens):
         if any(jnp.issubdtype(array.dtype, jnp.inexact) for array in mask.arrays):
             return f"{name} holds arrays of floating-point numbers"
-        return _custom_refusal(mask, mask.matches) if is_custom(mask) else None
+        return _custom_refusal(mask, mask.matches, operations) if is_custom(mask) else None
     if isinstance(mask, OfSomeHeads) or _differs_between_heads(mask):
         return "the mask differs between heads"
     if jax.tree.leaves(mask) or type(mask).pairs is Mask.pairs:
         return f"{name} must depend only on two positions and Python ints"
-    return _custom_refusal(mask, mask.pairs) if is_custom(mask) else None
+    return _custom_refusal(mask, mask.pairs, operations) if is_custom(mask) else None
 
 
 def _differs_between_heads(mask: Mask) -> bool:
@@ -162,14 +162,14 @@ def _differs_between_heads(mask: Mask) -> bool:
     return type(mask).pairs is not Mask.pairs and np.ndim(mask.pairs(position, position)) > 2
 
 
-def _custom_refusal(mask: Mask, function: Callable) -> str | None:
+def _custom_refusal(mask: Mask, function: Callable, operations: Collection[str]) -> str | None:
     """Why the function of a mask from outside the library cannot be part of a kernel, or None."""
     name = type(mask).__name__
     if type(mask).__hash__ is None:
         return f"{name} is not hashable (a frozen dataclass is)"
     tile = jax.ShapeDtypeStruct((8, 128), jnp.int32)
     traced = jax.make_jaxpr(function)(tile, tile)
-    others = sorted(set(_primitives(traced.jaxpr)) - _KNOWN)
+    others = sorted(set(_primitives(traced.jaxpr)) - operations)
     if others or traced.consts:
         return (
             f"{name} uses {' and '.join(others) or 'arrays'}: kernels support only arithmetic and comparisons of "
@@ -186,15 +186,16 @@ def _primitives(jaxpr) -> Iterator[str]:
         elif name == "select_n" and equation.outvars[0].aval.dtype == jnp.bool_:
             yield "where of booleans"
         elif name == "not" and equation.outvars[0].aval.dtype == jnp.bool_:
-            yield "not of booleans (write x ^ True)"
+            yield NOT_OF_BOOLEANS
         else:
             yield name
 
 
-# The primitives on integers and booleans that kernels compile.
 _ARITHMETIC = {"add", "sub", "mul", "neg", "abs", "sign", "max", "min", "clamp", "div", "rem", "integer_pow"}
 _LOGIC = {"and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "shift_left"}
-_KNOWN = _ARITHMETIC | _LOGIC | {"shift_right_arithmetic", "convert_element_type", "broadcast_in_dim"}
+OPERATIONS = _ARITHMETIC | _LOGIC | {"shift_right_arithmetic", "convert_element_type", "broadcast_in_dim"}
+"""The operations on integers and booleans, by their primitives' names, that all kernels compile."""
+NOT_OF_BOOLEANS = "not of booleans (write x ^ True)"
 
 
 def allowed(formula: Formula, i, j, q_numbers, k_numbers):
@@ -210,10 +211,10 @@ def allowed(formula: Formula, i, j, q_numbers, k_numbers):
     return formula.pairs(i, j)
 
 
-def kernel_refusal(call: Call, forms: Collection[BiasForm]) -> str | None:
+def kernel_refusal(call: Call, forms: Collection[BiasForm], operations: Collection[str]) -> str | None:
     """Why kernels, which are compiled for one program of fixed sizes, do not support a call, or None.
 
-    ``forms`` are those of the biases that they compute.
+    ``forms`` are those of the biases that they compute, ``operations`` those of a user's own masks.
     """
     if not all(isinstance(size, int) for size in call.q.shape):
         return "a size of the queries is symbolic, and a kernel is compiled for known sizes; use 'blockwise'"
@@ -222,7 +223,7 @@ def kernel_refusal(call: Call, forms: Collection[BiasForm]) -> str | None:
     for mask in call.masks:
         if traced := traced_sizes(mask):
             return f"{traced[0]} is an array, and a kernel is compiled for sizes that are Python ints; use 'blockwise'"
-        why = mask_refusal(mask)
+        why = _mask_refusal(mask, operations)
         if why is not None:
             return f"{why}; use 'blockwise'"
     if is_array_number(call.softcap):

@@ -72,7 +72,8 @@ class Strided(pj.masks.Mask):
     stride: int = static(default=7)
 
     def pairs(self, i, j):
-        return (i - j < self.recent) | (j % self.stride == 0)
+        far = i - j >= self.recent
+        return ~far | (j % self.stride == 0)
 
 
 @jax.tree_util.register_dataclass

@@ -87,7 +87,7 @@ def program(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arithmetic(Mask):
-    """A user's mask with every operation that the kernels support: see ``terms.mask_refusal``."""
+    """A user's mask with every operation that the kernels support: see ``formulas.OPERATIONS``."""
 
     def pairs(self, i, j):
         near = jnp.clip(abs(i - j), 0, 100) * (i - j) ** 2 < jnp.maximum(i // 8, j % 7) << 3

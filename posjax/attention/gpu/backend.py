@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from posjax._numbers import is_number
 from posjax.attention.backend import Backend, added
 from posjax.attention.call import Call
-from posjax.attention.formulas import bias_form, kernel_refusal
+from posjax.attention.formulas import OPERATIONS, bias_form, kernel_refusal
 from posjax.attention.gpu.inputs import Options
 from posjax.attention.rows import per_query_of
 
@@ -41,7 +41,7 @@ class GPU(Backend):
         size = max(call.q.shape[-1], call.v.shape[-1])
         if size > _LARGEST_HEAD:
             return f"heads must have at most {_LARGEST_HEAD} features, found {size}; use 'blockwise'"
-        return kernel_refusal(call, _FORMS) or (None if self.options.interpret else _device_refusal())
+        return kernel_refusal(call, _FORMS, OPERATIONS) or (None if self.options.interpret else _device_refusal())
 
     def needs_ranges(self, call):
         return bias_form(call) == "by distance"

@@ -15,7 +15,7 @@ from posjax._checks import check
 from posjax._lowered import no_gradient
 from posjax._numbers import rounded_sum
 from posjax.attention.call import Call
-from posjax.attention.formulas import LN2, LOG2E, bias_form, dissect, kernel_refusal
+from posjax.attention.formulas import LN2, LOG2E, NOT_OF_BOOLEANS, OPERATIONS, bias_form, dissect, kernel_refusal
 from posjax.attention.logits import flat_heads, merge_heads, split_heads
 from posjax.attention.rows import PerQuery, Rows
 from posjax.attention.tiles import Blocks, lengthen, lengthened_rows, pad, plan_tiles
@@ -162,7 +162,7 @@ def refusal(x: Call) -> str | None:
     """Why the kernels do not support these calls, or None."""
     if x.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q must be bfloat16 or float32, found {x.q.dtype}"
-    return kernel_refusal(x, FORMS) or form_of(x).refusal(x)
+    return kernel_refusal(x, FORMS, OPERATIONS | {NOT_OF_BOOLEANS}) or form_of(x).refusal(x)
 
 
 def is_plain(x: Call) -> bool:
