@@ -71,6 +71,17 @@ def test_losses_and_gradients_with_biases_scales_and_soft_caps_of_logits(values,
         np.testing.assert_allclose(gradients[argument][place], wanted, rtol=2e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gradients_of_half_precision_multiply_no_float32_matrices(chunks):
+    """A GPU multiplies these at a fraction of its rate."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((*TOKENS, SIZE), (SIZE, VOCABULARY))]
+    loss = jax.grad(lambda *x: token_losses(*x, jnp.zeros(TOKENS, jnp.int32), chunks).nll, argnums=(0, 1))
+    products = [line for line in jax.jit(loss).lower(*arguments).as_text().splitlines() if "dot_general" in line]
+    assert len(products) >= 3
+    for product in products:
+        assert "f32" not in product.split(" : ")[-1].split("->")[0]
+
+
 def test_no_logits_of_all_tokens_are_kept():
     tokens, size, vocabulary = 512, 8, 4096
 
