@@ -265,10 +265,6 @@ _ARGUMENTS = {
             "default": [],
             "help": "compare a step kept in this folder, of any trainer, with ours; given twice, with each other",
         },
-        "--blocks": {
-            "metavar": "Q,K",
-            "help": "tiles of attention kernels in those folders whose calls do not state them, as in 2048,1024",
-        },
         "--flags": {
             "metavar": "FLAGS",
             "help": "compile with these and LIBTPU_INIT_ARGS, instead of the flags recommended for the chip, as in "

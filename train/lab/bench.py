@@ -23,10 +23,10 @@ from rich.table import Table
 from posjax._checks import check
 from train.lab.gpu.config import GpuConfig
 from train.lab.libraries import BACKWARD, FORWARD, LIBRARIES, Shape, refuses
-from train.lab.schedule.config import ScheduleConfig
+from train.lab.schedule.bench import ScheduleConfig
 from train.runtime.allocator import keep_memory
 from train.runtime.machine import processor, resident_peak_bytes, versions
-from train.runtime.paths import write_file
+from train.runtime.rows import write_rows
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def bench(config: BenchConfig) -> list[Timing]:
         for name in config.libraries:
             console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
             results.append(measure(name, shape, config.repeats, config.timeout))
-    lines = [{"machine": processor(), "versions": found}, *map(dataclasses.asdict, results)]
-    write_file(config.directory / "bench.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    file = config.directory / "bench.jsonl"
+    write_rows(file, [{"machine": processor(), "versions": found}, *map(dataclasses.asdict, results)])
     console.print(table(config, results))
     console.print(f"{processor()} · " + " · ".join(f"{name} {version}" for name, version in found.items()))
-    console.print(f"numbers: {config.directory / 'bench.jsonl'}")
+    console.print(f"numbers: {file}")
     return results
 
 
@@ -107,10 +107,9 @@ def measure(name: str, shape: Shape, repeats: int, timeout: int) -> Timing:
         return Timing(name, shape, problem=f"longer than {timeout} s")
     if done.returncode == -signal.SIGKILL or "RESOURCE_EXHAUSTED" in done.stderr:
         return Timing(name, shape, problem="out of memory")
-    if done.returncode < 0:
-        return Timing(name, shape, problem=f"died of signal {-done.returncode}")
     if done.returncode:
-        return Timing(name, shape, problem=(done.stderr.strip().splitlines() or ["failed"])[-1][:200])
+        words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return Timing(name, shape, problem=words[-1][:200])
     return Timing(name, shape, **json.loads(done.stdout.splitlines()[-1]))
 
 

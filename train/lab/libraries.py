@@ -9,7 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import posjax as pj
 
 FORWARD, BACKWARD = "forward", "forward + backward"
 
@@ -27,7 +33,6 @@ class Shape:
 
 def posjax_blockwise(shape: Shape) -> Callable[[], Any]:
     """posjax's blockwise attention, in linear memory."""
-    import posjax as pj
 
     def attend(q, k, v):
         return pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=pj.masks.Causal(), implementation="blockwise")
@@ -37,11 +42,6 @@ def posjax_blockwise(shape: Shape) -> Callable[[], Any]:
 
 def jax_nn(shape: Shape) -> Callable[[], Any]:
     """jax.nn.dot_product_attention with the bias as an array."""
-    import jax
-    import jax.numpy as jnp
-
-    import posjax as pj
-
     positions = jnp.arange(shape.length)
     bias = jax.jit(lambda: pj.alibi_bias(shape.heads, positions, positions)[None].astype(shape.dtype))()
 
@@ -84,28 +84,21 @@ def torch_sdpa(shape: Shape) -> Callable[[], Any]:
 
 
 def _jax_call(attend, shape: Shape, *rest) -> Callable[[], Any]:
-    import jax
-
     q, k, v, d_out = (
         jax.random.normal(key, (1, shape.length, shape.heads, shape.head_dim), shape.dtype)
         for key in jax.random.split(jax.random.key(0), 4)
     )
 
-    def both(q, k, v, d_out, *rest):
+    def both(d_out, q, k, v, *rest):
         out, transpose = jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)
         return out, transpose(d_out)
 
-    if shape.direction == FORWARD:
-        run, arguments = jax.jit(attend), (q, k, v, *rest)
-    else:
-        run, arguments = jax.jit(both), (q, k, v, d_out, *rest)
-    return lambda: jax.block_until_ready(run(*arguments))
+    run = jax.jit(attend) if shape.direction == FORWARD else partial(jax.jit(both), d_out)
+    return lambda: jax.block_until_ready(run(q, k, v, *rest))
 
 
 def _torch_slopes(heads: int):
     import torch
-
-    import posjax as pj
 
     return torch.from_numpy(pj.alibi_slopes(heads).__array__().copy())
 

@@ -69,11 +69,6 @@ class Cost:
     resident: tuple[str, ...] = ()  # operands that were moved into VMEM before, not by this kernel
 
     @property
-    def total(self) -> float:
-        """Cycles of the whole launch, by bundles."""
-        return self.bundles * self.area / TILE**2
-
-    @property
     def total_with_stalls(self) -> float:
         """Cycles of the whole launch, by the scheduler's cycles."""
         return self.cycles * self.area / TILE**2

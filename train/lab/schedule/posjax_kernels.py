@@ -6,7 +6,7 @@ The counts come from the plan of tiles that the kernels themselves use (`posjax.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -47,7 +47,7 @@ class Case:
     bias: Callable[[Any, int], Any] | None = None  # from learned numbers and the number of heads
     mask: Callable[[Any], Mask] = lambda ids: Causal()  # from the tokens' segment ids
     beyond: int | None = None  # the distance from which a second pair of features scores
-    bounded: bool | None = False  # whether a bound replaces the running maximum; None: as is best for the chip
+    bounded: bool | None = None  # whether a bound replaces the running maximum; None: as is best for the chip
     learned: bool = False  # whether gradients of the bias' numbers are wanted
 
     def is_bounded(self, chip: str) -> bool:
@@ -150,43 +150,41 @@ def needed(case: Case, shape: KernelShape, size: int = 512) -> int:
     return shape.heads * int(pairs)
 
 
-def forward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: str) -> KernelProgram:
+def forward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
     """The forward kernel: for each block of queries one loop for every kind of tile.
 
     If a bound replaces the running maximum, a row whose weights all vanish under it is computed again; these loops are
     counted as never run.
     """
-    blocks = Blocks(q, kv, part)
     counts = tiles(case, shape, blocks)
-    rows = shape.heads * shape.length // q
-    runs = [Executions("head start", shape.heads), *_runs(counts, shape, partial(_forward_products, blocks))]
+    rows = shape.heads * shape.length // blocks.q
+    runs = [Executions("head start", shape.heads), *_runs(counts, shape, partial(forward_products, blocks))]
     if case.is_bounded(chip):
         runs += [Executions(f"{run.name}, again", 0, run.products) for run in runs if run.products]
-        lengths = ((8, shape.head_dim, q),) * (1 + (case.beyond is not None))
+        lengths = ((8, shape.head_dim, blocks.q),) * (1 + (case.beyond is not None))
         runs.insert(0, Executions("lengths of queries", rows, lengths))
-    moved = _moved(case, shape, blocks, counts, tokens=kv, each=4 * shape.head_dim)
+    moved = _moved(case, shape, blocks, counts, tokens=blocks.k, each=4 * shape.head_dim)
     # A row reads its queries, and writes outputs and log-sum-exp.
-    moved += rows * q * ((2 + (case.beyond is not None)) * 2 * shape.head_dim + 4)
+    moved += rows * blocks.q * ((2 + (case.beyond is not None)) * 2 * shape.head_dim + 4)
     launch = _launch("posjax_attention_forward", case, shape, blocks, counts, rows, runs, moved)
-    return KernelProgram(lambda: (partial(_attend, case, chip, (blocks, _ELSEWHERE)), arguments(shape)), (launch,))
+    return KernelProgram(lambda: (partial(_attend, case, chip, (blocks, _ELSEWHERE)), arguments(shape)), launch)
 
 
-def backward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: str) -> KernelProgram:
+def backward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
     """The backward kernel: for each block of keys one loop for every kind of tile, and all gradients from each tile."""
-    blocks = Blocks(q, kv, part)
     counts = tiles(case, shape, blocks)
-    rows = shape.heads * shape.length // kv
+    rows = shape.heads * shape.length // blocks.k
     runs = _with_ends(_runs(counts, shape, partial(_backward_products, blocks)), shape, ends(case, shape, blocks))
     if case.learned:
         runs.insert(0, Executions("head start", shape.heads))  # where sums for the bias begin
     # A tile reads queries, the outputs' gradient and two numbers for each, and reads and writes the queries' gradient;
     # a row reads keys and values, and writes their gradients.
-    moved = _moved(case, shape, blocks, counts, tokens=q, each=(2 + 2 + 4 + 4) * shape.head_dim + 8)
-    moved += rows * kv * 4 * 2 * shape.head_dim
+    moved = _moved(case, shape, blocks, counts, tokens=blocks.q, each=(2 + 2 + 4 + 4) * shape.head_dim + 8)
+    moved += rows * blocks.k * 4 * 2 * shape.head_dim
     launch = _launch("posjax_attention_backward", case, shape, blocks, counts, rows, runs, moved)
     *inputs, numbers, ids = arguments(shape)
     order = [*inputs, numbers, ids, inputs[0]]
-    return KernelProgram(lambda: (partial(_gradients, case, chip, (_ELSEWHERE, blocks)), order), (launch,))
+    return KernelProgram(lambda: (partial(_gradients, case, chip, (_ELSEWHERE, blocks)), order), launch)
 
 
 def _launch(kernel, case, shape, blocks, counts, rows, runs, moved) -> Launch:
@@ -195,10 +193,10 @@ def _launch(kernel, case, shape, blocks, counts, rows, runs, moved) -> Launch:
 
 
 def _runs(
-    counts: dict[Kind, int], shape: KernelShape, products: Callable[[int, Kind], Sequence[Product]]
+    counts: dict[Kind, int], shape: KernelShape, products: Callable[[int, int], tuple[Product, ...]]
 ) -> list[Executions]:
     return [
-        Executions(_name(kind), shape.heads * count, tuple(products(shape.head_dim, kind)))
+        Executions(_name(kind), shape.heads * count, products(shape.head_dim, len(kind.pairs)))
         for kind, count in counts.items()
     ]
 
@@ -219,17 +217,17 @@ def _name(kind: Kind) -> str:
     return f"{'masked' if kind.masked else 'whole'}, {pairs}, {kind.reach}"
 
 
-def _forward_products(blocks: Blocks, size: int, kind: Kind) -> list[Product]:
+def forward_products(blocks: Blocks, size: int, pairs: int = 1) -> tuple[Product, ...]:
     """Q K^T for every pair of features, and P V."""
     q, k, part = blocks
-    return ([(q, size, part)] * len(kind.pairs) + [(q, part, size)]) * (k // part)
+    return (((q, size, part),) * pairs + ((q, part, size),)) * (k // part)
 
 
-def _backward_products(blocks: Blocks, size: int, kind: Kind) -> list[Product]:
+def _backward_products(blocks: Blocks, size: int, pairs: int) -> tuple[Product, ...]:
     """V dO^T and P^T dO; K Q^T, dS^T Q and dS K for every pair of features."""
     q, k, part = blocks
-    of_pair = [(k, size, part), (k, part, size), (part, k, size)]
-    return ([(k, size, part), (k, part, size)] + of_pair * len(kind.pairs)) * (q // part)
+    of_pair = (k, size, part), (k, part, size), (part, k, size)
+    return ((k, size, part), (k, part, size), *of_pair * pairs) * (q // part)
 
 
 def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, int], tokens: int, each: int) -> float:
@@ -253,55 +251,50 @@ def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, nu
     return jax.vjp(lambda *x: _attend(case, chip, blocks, *x, ids), q, k, v, numbers)[1](d_out)
 
 
-_FORWARD = tuple(
-    {"q": q, "kv": kv, "part": part}
-    for q, kv, part in (
-        (1024, 2048, 512),
-        (1024, 4096, 512),
-        (1024, 4096, 1024),
-        (1024, 2048, 256),
-        (1024, 1024, 512),
-        (512, 1024, 512),
-    )
+FORWARD_SIZES = (
+    Blocks(256, 512, 512),
+    Blocks(512, 512, 512),
+    Blocks(512, 1024, 512),
+    Blocks(1024, 512, 512),
+    Blocks(1024, 1024, 512),
+    Blocks(1024, 2048, 256),
+    Blocks(1024, 2048, 512),
+    Blocks(1024, 4096, 512),
+    Blocks(1024, 4096, 1024),
 )
-_BACKWARD = tuple(
-    {"q": q, "kv": kv, "part": part}
-    for q, kv, part in (
-        (1024, 1024, 512),
-        (1024, 1024, 256),
-        (1024, 2048, 512),
-        (2048, 1024, 1024),
-        (2048, 2048, 512),
-    )
+BACKWARD_SIZES = (
+    Blocks(256, 512, 256),
+    Blocks(512, 512, 512),
+    Blocks(512, 1024, 512),
+    Blocks(1024, 512, 512),
+    Blocks(1024, 1024, 256),
+    Blocks(1024, 1024, 512),
+    Blocks(1024, 2048, 512),
+    Blocks(2048, 1024, 1024),
+    Blocks(2048, 2048, 512),
 )
-CAUSAL = _PLAIN, _BOUNDED, _BACK = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
+PLAIN, BOUNDED, BACK = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
 """The names of implementations without extra arguments."""
 
-
-def _forward_implementation(case: Case) -> Implementation:
-    def against(chip: str) -> str:
-        return _BOUNDED if case.is_bounded(chip) else _PLAIN
-
-    return Implementation(partial(forward, case), _FORWARD, by_chip=True, against=against)
-
-
-def _backward_implementation(case: Case) -> Implementation:
-    return Implementation(partial(backward, case), _BACKWARD, by_chip=True, against=lambda chip: _BACK)
-
-
+_FORWARD_CASES = {
+    PLAIN: Case(bounded=False),
+    BOUNDED: Case(bounded=True),
+    "posjax ALiBi, forward": Case(_alibi),
+    "posjax T5, forward": Case(_t5),
+    "posjax KERPLE, forward": Case(_kerple),
+    "posjax ReRoPE, forward": Case(beyond=512),
+    "posjax window and sinks, forward": Case(mask=_window),
+    "posjax segments, forward": Case(mask=_segments),
+}
+_BACKWARD_CASES = {
+    BACK: Case(),
+    "posjax ALiBi, backward": Case(_alibi),
+    "posjax learned ALiBi, backward": Case(_learned_alibi, learned=True),
+    "posjax T5 with its gradient, backward": Case(_t5, learned=True),
+    "posjax KERPLE with its gradient, backward": Case(_kerple, learned=True),
+}
 POSJAX_KERNELS = {
-    _PLAIN: _forward_implementation(Case()),
-    _BOUNDED: _forward_implementation(Case(bounded=True)),
-    "posjax ALiBi, forward": _forward_implementation(Case(_alibi, bounded=None)),
-    "posjax T5, forward": _forward_implementation(Case(_t5, bounded=None)),
-    "posjax KERPLE, forward": _forward_implementation(Case(_kerple, bounded=None)),
-    "posjax ReRoPE, forward": _forward_implementation(Case(beyond=512, bounded=None)),
-    "posjax window and sinks, forward": _forward_implementation(Case(mask=_window, bounded=None)),
-    "posjax segments, forward": _forward_implementation(Case(mask=_segments, bounded=None)),
-    _BACK: _backward_implementation(Case(bounded=None)),
-    "posjax ALiBi, backward": _backward_implementation(Case(_alibi, bounded=None)),
-    "posjax learned ALiBi, backward": _backward_implementation(Case(_learned_alibi, bounded=None, learned=True)),
-    "posjax T5 with its gradient, backward": _backward_implementation(Case(_t5, bounded=None, learned=True)),
-    "posjax KERPLE with its gradient, backward": _backward_implementation(Case(_kerple, bounded=None, learned=True)),
+    **{name: Implementation(partial(forward, case), FORWARD_SIZES) for name, case in _FORWARD_CASES.items()},
+    **{name: Implementation(partial(backward, case), BACKWARD_SIZES) for name, case in _BACKWARD_CASES.items()},
 }
 """Implementations by their names in tables and configs. Biases use the mode that is best for the chip."""

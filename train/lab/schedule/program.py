@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from posjax.attention.tiles import Blocks
 from train.lab.schedule.cost import Launch
-
-Blocks = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -26,22 +25,15 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class KernelProgram:
-    """A function to compile, built only in the compiling process, and what its author states about its kernels."""
+    """A function to compile, built only in the compiling process, and what its author states about its kernel."""
 
     make: Callable[[], tuple[Callable, list]]  # the function and its abstract arguments
-    launches: tuple[Launch, ...]  # one for each kernel; tables show each at its own best block sizes
+    launch: Launch
 
 
 @dataclass(frozen=True)
 class Implementation:
     """A family of programs, one for every choice of block sizes."""
 
-    build: Callable[..., KernelProgram]  # from a shape, block sizes by name, and if `by_chip` the chip's name
-    sweep: tuple[Blocks, ...]
-    needs: str | None = None  # a package that may not be installed
-    by_chip: bool = False
-    against: Callable[[str], str] | None = None  # from a chip's name to the implementation to compare with
-
-    def program(self, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
-        """The program for one chip."""
-        return self.build(shape, **blocks, **({"chip": chip} if self.by_chip else {}))
+    program: Callable[[KernelShape, Blocks, str], KernelProgram]  # for one chip, by its name
+    sizes: tuple[Blocks, ...]

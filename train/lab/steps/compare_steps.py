@@ -16,7 +16,7 @@ from posjax._checks import check
 from train.config import Config
 from train.lab.steps import saved_step
 from train.lab.steps.breakdown import Breakdown, Launches, Sent, Spent, measure, totals
-from train.lab.steps.foreign_kernels import AnyKernels, Blocks, parse_blocks
+from train.lab.steps.foreign_kernels import AnyKernels
 from train.lab.steps.parts import PARTS, PASSES, Widths
 from train.lab.steps.saved_step import SavedStep
 from train.model.build import Setup
@@ -38,13 +38,10 @@ class StepOptions:
 
     against: tuple[Path, ...] = ()
     keep: Path | None = None
-    blocks: Blocks | None = None  # block sizes of kernels whose calls do not state them
     flags: str | None = None  # compiler flags for our step; None for those recommended for the chip
 
     @classmethod
-    def of(
-        cls, against: Sequence[str], keep: str | None, blocks: str | None, flags: str | None, sweep: int, evaluate: bool
-    ) -> StepOptions:
+    def of(cls, against: Sequence[str], keep: str | None, flags: str | None, sweep: int, evaluate: bool) -> StepOptions:
         """The options of the command line."""
         check(
             not sweep, "--sweep: only a single step can be kept or compared; leave out --sweep, or --keep and --against"
@@ -58,9 +55,7 @@ class StepOptions:
                 f"{option}: nothing is compiled where --against names several folders, so there is nothing to "
                 f"{purpose}; leave out {option}, or all folders but one",
             )
-        check(not blocks or against, "--blocks: these describe kernels in a folder of --against, found no folder")
-        paths = tuple(map(Path, against)), Path(keep) if keep else None
-        return cls(*paths, parse_blocks(blocks) if blocks else None, flags)
+        return cls(tuple(map(Path, against)), Path(keep) if keep else None, flags)
 
 
 def compare_steps(config: Config, topology: str, slices: int, options: StepOptions) -> None:
@@ -86,20 +81,17 @@ def compare_steps(config: Config, topology: str, slices: int, options: StepOptio
             show_plan(plan_of(stage, pod, ours), console)
             return
         steps.insert(0, SavedStep("ours", ours))
-    breakdowns = [breakdown_of(one, stage, pod, options.blocks) for one in steps]
+    breakdowns = [breakdown_of(one, stage, pod) for one in steps]
     show(breakdowns, update_flops(stage), stage.train.batch_tokens, pod, console)
     for one in steps:
         if one.step.flags is not None:
             console.print(f"{one.name}: {compiled_with(one.step.flags)}", highlight=False)
 
 
-def breakdown_of(one: SavedStep, config: Config, pod: Pod, blocks: Blocks | None) -> Breakdown:
-    """The time of a step by parts, for the model, mask and length of a config.
-
-    `blocks` are the block sizes of kernels that are not ours, if their calls do not state them.
-    """
+def breakdown_of(one: SavedStep, config: Config, pod: Pod) -> Breakdown:
+    """The time of a step by parts, for the model, mask and length of a config."""
     ours, train = kernels_of(config, pod, one.step.axes), config.train
-    kernels = AnyKernels(ours.pod, ours.share, ours.spread, one.schedules, blocks)
+    kernels = AnyKernels(ours.pod, ours.share, ours.spread, one.schedules)
     widths = Widths.of(Setup(config).decoder, train.length, pod.devices)
     simulator = simulator_of(pod, one.step, kernels)
     return measure(one.name, simulator, one.step.memory, one.tokens or train.batch_tokens, widths)
