@@ -42,12 +42,6 @@ def even_pairs(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Exampl
     return _ask(symbols, length, 1, symbols[0] != symbols[length - 1])
 
 
-def parity(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
-    """R. Is the number of ``b`` in a string over {a, b} odd?"""
-    symbols = jax.random.randint(key, size, 0, 2)
-    return _ask(symbols, length, 1, jnp.sum(symbols, where=jnp.arange(size) < length) % 2)
-
-
 def cycle_navigation(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
     """R. Where does a walk end that starts at position 0 of 5 on a circle? Symbols: a step back, none, a step ahead."""
     symbols = jax.random.randint(key, size, 0, 3)
@@ -64,15 +58,6 @@ def bucket_sort(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Examp
     """CS. The string over five ordered symbols, sorted."""
     symbols = jax.random.randint(key, size, 0, 5)
     return _ask(symbols, length, length, jnp.sort(jnp.where(jnp.arange(size) < length, symbols, 5)))
-
-
-def missing_duplicate(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
-    """CS. Which symbol of ``w w``, w over {a, b}, is replaced by a third symbol? The length is even, at least 2."""
-    half = jnp.maximum(length // 2, 1)
-    for_symbols, for_position = jax.random.split(key)
-    symbols = jax.random.randint(for_symbols, size, 0, 2)[jnp.arange(size) % half]
-    position = jax.random.randint(for_position, (), 0, 2 * half)
-    return _ask(symbols.at[position].set(2), 2 * half, 1, symbols[position])
 
 
 def _ask(symbols, length, slots, answers) -> Example:
@@ -128,11 +113,9 @@ class Language:
 
 LANGUAGES: dict[str, Language] = {
     "even pairs": Language("R", 2, even_pairs),
-    "parity": Language("R", 2, parity),
     "cycle navigation": Language("R", 5, cycle_navigation),
     "reverse string": Language("DCF", 2, reverse_string, lambda length: 2 * length),
     "bucket sort": Language("CS", 5, bucket_sort, lambda length: 2 * length),
-    "missing duplicate": Language("CS", 2, missing_duplicate),
     "grid neighbours": Language("grid", COLOUR_COUNT, grid_neighbours, lambda side: side**2 + 1),
 }
 """Every language, by the name that configurations use."""
