@@ -188,10 +188,9 @@ def plan(
     """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and predict memory and speed"""
     config = load(path, overrides)
     if any(steps.values()):
-        from train.lab.steps.compare_steps import StepOptions, compare_steps
+        from train.lab.steps.compare_steps import compare_steps
 
-        options = StepOptions.of(**steps, flags=flags, sweep=sweep, evaluate=evaluate)
-        compare_steps(config, topology, slices, options)
+        compare_steps(config, topology, slices, **steps, flags=flags, sweep=sweep, evaluate=evaluate)
         return
     from train.plan.command import plan
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from train.lab.steps.parts import Widths, part_of, pass_of
 from train.lab.steps.products import products_of
 from train.plan.compiling import Memory
-from train.plan.hbm_traffic import moved_bytes
 from train.plan.hlo import Instruction
 from train.plan.network import Traffic, kind_of
 from train.plan.timeline import Simulator, Tally
@@ -24,15 +23,6 @@ class Visit(NamedTuple):
     line: Instruction
     times: float  # how often it runs, from the trips of loops
     chance: float  # probability that its enclosing branches are taken
-
-
-@dataclass
-class Spent:
-    """The cost of a part's instructions on one device in a step."""
-
-    seconds: float = 0.0
-    flops: float = 0.0
-    moved: float = 0.0  # bytes between HBM and the cores, a lower bound
 
 
 @dataclass
@@ -60,14 +50,10 @@ class Breakdown:
     memory: Memory
     tokens: int
     tally: Tally
-    parts: dict[tuple[str, str], Spent] = field(default_factory=lambda: defaultdict(Spent))
+    parts: Counter[tuple[str, str]] = field(default_factory=Counter)  # seconds of a device, by part and pass
     kernels: dict[tuple[str, str], Launches] = field(default_factory=lambda: defaultdict(Launches))
     collectives: dict[tuple[str, str], Sent] = field(default_factory=lambda: defaultdict(Sent))
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of matrix products on a device; those of kernels are unknown."""
-        return sum(spent.flops for spent in self.parts.values())
+    flops: float = 0.0  # of matrix products on a device; those of kernels are unknown
 
 
 def measure(name: str, simulator: Simulator, memory: Memory, tokens: int, widths: Widths) -> Breakdown:
@@ -133,16 +119,6 @@ def _add_part(breakdown: Breakdown, simulator: Simulator, visit: Visit, widths: 
     seconds = simulator.seconds(computation, line)
     if not seconds:
         return
-    spent = breakdown.parts[part_of(simulator.module, computation, line, widths), pass_of(line.op_name)]
-    flops = sum(product.flops for product in products_of(simulator.module, computation, line))
-    spent.seconds += times * chance * seconds
-    spent.flops += times * chance * flops
-    spent.moved += times * chance * moved_bytes(simulator.module, computation, line)
-
-
-def totals(breakdown: Breakdown) -> Counter[str]:
-    """Seconds of each part, over all passes."""
-    found: Counter[str] = Counter()
-    for (part, _), spent in breakdown.parts.items():
-        found[part] += spent.seconds
-    return found
+    times = times * chance
+    breakdown.parts[part_of(simulator.module, computation, line, widths), pass_of(line.op_name)] += times * seconds
+    breakdown.flops += times * sum(product.flops for product in products_of(simulator.module, computation, line))
