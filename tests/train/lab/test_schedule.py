@@ -8,7 +8,7 @@ import pytest
 from refusals import refused
 
 from posjax.attention.tiles import Blocks
-from posjax.masks import Causal, FirstTokens, Segments, Window
+from posjax.masks import Causal, FirstTokens, Window
 from train.lab.schedule import costs, posjax_kernels
 from train.lab.schedule.bench import measure
 from train.lab.schedule.cost import Cost, Executions, Hot, Launch, cost
@@ -95,8 +95,7 @@ def test_a_dump_becomes_loops_and_branches_with_their_bundles_and_cycles(read):
         (3, "loop", None, 5),
         (4, "branch", None, 1),
     ]
-    assert (kernel.name, kernel.is_custom, kernel.resident) == ("posjax_forward.1", True, ("s32[8]",))
-    assert kernel.bundles == 27 + COLD
+    assert (kernel.name, kernel.is_custom) == ("posjax_forward.1", True)
     assert [part.parent for part in kernel.parts] == [None, 0, 1, 2, 2, 4, 2, 6]
     hot = [(part.bundles, part.cycles, part.slots["MXU"]) for part in kernel.parts if part.is_hot]
     assert hot == [(4, 6, 2), (5, 6, 1)]
@@ -202,8 +201,8 @@ def test_what_is_stated_about_our_own_kernels_is_consistent(name):
 
 
 def test_allowed_pairs_are_counted():
-    window = posjax_kernels.Case(mask=lambda ids: Causal() & (Window(1000) | FirstTokens(4)))
-    segments = posjax_kernels.Case(mask=lambda ids: Causal() & Segments(ids))
+    window = posjax_kernels.Case(mask=Causal() & (Window(1000) | FirstTokens(4)))
+    segments = posjax_kernels.Case(packed=True)
     i, j = np.arange(2048)[:, None], np.arange(2048)
     for case, allowed in (
         (window, (j <= i) & ((i - j < 1000) | (j < 4))),

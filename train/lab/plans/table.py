@@ -1,7 +1,7 @@
 """``python -m train.lab.plans.table``: plans `configs/pods` and published runs of others, and writes the page.
 
-A plan takes minutes, so results are kept in a file, one per line, and only missing ones are planned. Give names to plan
-these again. ``--page`` plans nothing.
+A plan takes minutes, so results are kept in a file, one per line, and only missing ones are planned; delete a line to
+plan it again. ``--page`` plans nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,29 +192,19 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> int:
-    """Plans what is missing or named; returns 2 for an unknown name."""
+def main() -> None:
+    """Plans what is missing, and writes the page."""
     parser = argparse.ArgumentParser(prog="python -m train.lab.plans.table", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="as in 'llama-8b-1m on v5p:8x8x8', or a part of it")
     parser.add_argument("--page", action="store_true", help="write the page from the results there are")
-    options = parser.parse_args()
-    results, everything = read(), list(entries())
-    chosen = [entry for entry in everything if any(name in entry.key for name in options.names)]
-    if options.names and not chosen:
-        print(
-            f"error: no plan is named {options.names}; there are {[entry.key for entry in everything]}", file=sys.stderr
-        )
-        return 2
-    if not options.names and not options.page:
-        chosen = [entry for entry in everything if result(results, entry) is None]
-    for entry in chosen:
+    results = read()
+    missing = [entry for entry in entries() if result(results, entry) is None]
+    for entry in [] if parser.parse_args().page else missing:
         found = measure(entry)
         results = {**read(), entry.key: found}
         write(results)
         print(entry.key, found.get("problem") or f"{found['seconds']:.4g} s, MFU {found['mfu']:.1%}", flush=True)
     write(results)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -44,24 +44,20 @@ def chip_names(option: str, text: str) -> list[str]:
     return names
 
 
-def compile_for(
-    chip: str, factory: str, arguments: Mapping[str, Any] | None = None, keep: Path | None = None, timeout: int = 600
-) -> Compiled:
+def compile_for(chip: str, factory: str, arguments: Mapping[str, Any] | None = None, timeout: int = 600) -> Compiled:
     """Compiles the function of a factory, ``MODULE:NAME`` or ``FILE.py:NAME``, which is called with `arguments`.
 
-    The factory returns a function and a list of its abstract arguments. The dump is kept in `keep` if that is given.
+    The factory returns a function and a list of its abstract arguments.
     """
     check_compiler()
     found = find_chip(chip)
     request = {"factory": factory, "arguments": dict(arguments or {}), "topology": found.topology}
-    with tempfile.TemporaryDirectory(prefix="schedule-") as temporary:
-        directory = Path(keep or temporary).resolve()
-        directory.mkdir(parents=True, exist_ok=True)
-        listings = f"--xla_jf_dump_llo_pass_label_regex={_LISTINGS if keep is None else '.*'}"
-        dump = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true {listings}"
+    with tempfile.TemporaryDirectory(prefix="schedule-") as directory:
+        listings = f"--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={_LISTINGS}"
+        dump = f"--xla_jf_dump_to={directory} {listings}"
         flags = f"{os.environ.get(VARIABLE, '')} {dump}".strip()
         reply = run_compiler("train.lab.schedule.compiling", [json.dumps(request)], flags, timeout)
-        return Compiled(reply["temp_bytes"], read_kernels(directory, found.branch_slots))
+        return Compiled(reply["temp_bytes"], read_kernels(Path(directory), found.branch_slots))
 
 
 def _child(order: Mapping[str, Any]) -> dict[str, Any]:

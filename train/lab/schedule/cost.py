@@ -66,7 +66,6 @@ class Cost:
     memory_cycles: float  # that HBM needs to move the bytes, at the chip's bandwidth
     area: float
     needed: float  # the area that the mask allows
-    resident: tuple[str, ...] = ()  # operands that were moved into VMEM before, not by this kernel
 
     @property
     def total_with_stalls(self) -> float:
@@ -108,7 +107,6 @@ def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:
         memory_cycles=per_tile * launch.moved_bytes / chip.bytes_per_cycle,
         area=launch.area,
         needed=launch.needed,
-        resident=kernel.resident,
     )
 
 

@@ -18,7 +18,6 @@ from typing import Literal
 from posjax._checks import check
 
 _FINAL = re.compile(r"^(\d+)-(.+)-\d+-final_bundles\.txt$")
-_OPERAND = re.compile(r"inlined_call_operand\.vmem \[shape: (\S+?),? index")
 _SLOTS = {"VLOAD:FILL": "FILL", "VSTORE:SPILL": "SPILL"}
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) (?: *([A-Z]{2}))? *: *(>*)", re.MULTILINE)
 _BRANCH = re.compile(r"sbr\.rel (?:\((!?%p\w+)\) )?target (?:= \$region(\d+)|bundleno = (\d+))")
@@ -52,12 +51,6 @@ class Kernel:
     name: str
     is_custom: bool  # written by hand: a Pallas kernel
     parts: tuple[KernelPart, ...]
-    resident: tuple[str, ...]  # operands that the compiler moved into VMEM whole, before the kernel starts
-
-    @property
-    def bundles(self) -> int:
-        """The number of all its bundles."""
-        return sum(part.bundles for part in self.parts)
 
 
 def read_kernels(directory: Path, branch_slots: int, part: str = "") -> tuple[Kernel, ...]:
@@ -88,7 +81,7 @@ def _read_kernel(path: Path, stamp: str, name: str, branch_slots: int) -> Kernel
         # unknown.
         scheduled = final
     parts = tuple(_parts(final, scheduled, names, rows, name))
-    return Kernel(name, is_custom, parts, tuple(_OPERAND.findall(head)))
+    return Kernel(name, is_custom, parts)
 
 
 def _shape(whole: Region) -> list[tuple[int, str]]:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._axes import narrowed
 from posjax.attention.call import Call, RemappedPair
 from posjax.attention.formulas import bias_form
 from posjax.attention.platform import computed, everywhere
@@ -24,14 +23,12 @@ from posjax.attention.tpu.backend import TPU
 from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import Options
 from posjax.bias import T5, ALiBi, Kerple
-from posjax.masks import Beyond, Causal, FirstTokens, Mask, Segments, Window, block_bounds
+from posjax.masks import Beyond, Causal, FirstTokens, Mask, Segments, Window
 from posjax.positions import Range
 from train.lab.schedule.cost import Executions, Launch
 from train.lab.schedule.program import Implementation, KernelProgram, KernelShape
+from train.model.flops import prefix_pairs
 from train.runtime.chips import Product
-
-NUMBERS = (32, 8)
-"""The shape of a bias' learned numbers, for at most eight heads: rows of T5's table, or one row per parameter."""
 
 DOCUMENTS = 8
 """The number of equal segments that counts assume; the compiler does not know them."""
@@ -44,11 +41,12 @@ _ELSEWHERE = Blocks(512, 512, 512)
 class Case:
     """The arguments and options of attention, in addition to queries, keys and values."""
 
-    bias: Callable[[Any, int], Any] | None = None  # from learned numbers and the number of heads
-    mask: Callable[[Any], Mask] = lambda ids: Causal()  # from the tokens' segment ids
+    bias: Any = None  # one of `posjax.bias`
+    mask: Mask = field(default_factory=Causal)
+    packed: bool = False  # whether a row has several segments
     beyond: int | None = None  # the distance from which a second pair of features scores
     bounded: bool | None = None  # whether a bound replaces the running maximum; None: as is best for the chip
-    learned: bool = False  # whether gradients of the bias' numbers are wanted
+    learned: bool = False  # whether gradients of the bias' parameters are wanted
 
     def is_bounded(self, chip: str) -> bool:
         """Whether a bound replaces the running maximum on a chip."""
@@ -60,63 +58,42 @@ def target_of(chip: str) -> Target:
     return next(found for found in TARGETS.values() if found.name == chip)
 
 
-def _alibi(numbers, heads: int):
-    return ALiBi().bind(num_heads=heads)
-
-
-def _learned_alibi(numbers, heads: int):
-    return ALiBi(learned=True).bind({"slopes": numbers[0, :heads]}, num_heads=heads)
-
-
-def _t5(numbers, heads: int):
-    return T5().bind({"table": numbers[:, :heads]}, num_heads=heads)
-
-
-def _kerple(numbers, heads: int):
-    return Kerple().bind({"a": numbers[0, :heads], "p": numbers[1, :heads]}, num_heads=heads)
-
-
-def _window(ids) -> Mask:
-    return Causal() & (Window(4096) | FirstTokens(4))
-
-
-def _segments(ids) -> Mask:
-    return Causal() & Segments(ids)
-
-
-def call(case: Case, q, k, v, numbers, ids) -> Call:
+def call(case: Case, q, k, v, params, ids) -> Call:
     """A call of attention, with its usual scale.
 
     The features of remapped pairs differ from those of near ones; their values do not matter.
     """
     heads, tokens = k.shape[1:3]
     remap = () if case.beyond is None else (RemappedPair(_other(q), _other(k), Beyond(case.beyond)),)
-    bias = case.bias and case.bias(numbers, heads)
-    return Call(q, k, v, bias, case.mask(ids), Range(0, tokens), Range(0, tokens), remap, scale=q.shape[-1] ** -0.5)
+    bias = case.bias and case.bias.bind(params, num_heads=heads)
+    mask = case.mask & Segments(ids) if case.packed else case.mask
+    return Call(q, k, v, bias, mask, Range(0, tokens), Range(0, tokens), remap, scale=q.shape[-1] ** -0.5)
 
 
 def _other(x):
     return x if isinstance(x, jax.ShapeDtypeStruct) else 2 * x
 
 
-def arguments(shape: KernelShape) -> list:
+def arguments(case: Case, shape: KernelShape) -> list:
     """Abstract arguments for `call`; every query head has its own keys."""
     keys = jax.ShapeDtypeStruct((1, shape.heads, shape.length, shape.head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((1, shape.heads, 1, *keys.shape[2:]), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, shape.length), jnp.int32)
-    return [queries, keys, keys, jax.ShapeDtypeStruct(NUMBERS, jnp.float32), ids]
+    params = jax.eval_shape(lambda: case.bias.init(jax.random.key(0), shape.heads)) if case.bias else {}
+    return [queries, keys, keys, params, ids]
 
 
 def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
     """How many tiles of each kind a head has. Kinds that would occur only with other segments have 0 tiles."""
     kinds: list[Kind] = []
-    jax.eval_shape(lambda ids: kinds.extend(_planned(case, shape, blocks, ids).kinds), arguments(shape)[-1])
+    jax.eval_shape(lambda ids: kinds.extend(_planned(case, shape, blocks, ids).kinds), arguments(case, shape)[-1])
     found = _planned(case, shape, blocks, documents(shape))
     return dict.fromkeys(kinds, 0) | _counted(found, found.grid > 0)
 
 
 def _planned(case: Case, shape: KernelShape, blocks: Blocks, ids) -> TilePlan:
-    x = call(case, *arguments(shape)[:3], np.zeros(NUMBERS, np.float32), ids)
+    *qkv, params, _ = arguments(case, shape)
+    x = call(case, *qkv, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params), ids)
     return plan_tiles(x, blocks, constant_from=x.bias.constant_from if bias_form(x) == "by distance" else None)
 
 
@@ -138,16 +115,10 @@ def documents(shape: KernelShape) -> np.ndarray:
     return (np.arange(shape.length, dtype=np.int32) * DOCUMENTS // shape.length)[None]
 
 
-@lru_cache
-def needed(case: Case, shape: KernelShape, size: int = 512) -> int:
+def needed(case: Case, shape: KernelShape) -> int:
     """The pairs that the mask allows, over all heads."""
-    mask, blocks = case.mask(documents(shape)), block_bounds(Range(0, shape.length), size)
-    some, every = (np.broadcast_to(x, (1, 1, *x.shape[-2:]))[0, 0] for x in mask.tiles(blocks, blocks))
-    pairs = every.sum() * size**2
-    for i, j in np.argwhere(some & ~every) * size:
-        part = narrowed(mask, queries=(i, size), keys=(j, size))
-        pairs += np.asarray(part.allowed(i + np.arange(size), j + np.arange(size))).sum()
-    return shape.heads * int(pairs)
+    parts = DOCUMENTS if case.packed else 1
+    return shape.heads * parts * int(prefix_pairs(case.mask, shape.length // parts)[-1])
 
 
 def forward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
@@ -167,7 +138,7 @@ def forward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> Kernel
     # A row reads its queries, and writes outputs and log-sum-exp.
     moved += rows * blocks.q * ((2 + (case.beyond is not None)) * 2 * shape.head_dim + 4)
     launch = _launch("posjax_attention_forward", case, shape, blocks, counts, rows, runs, moved)
-    return KernelProgram(lambda: (partial(_attend, case, chip, (blocks, _ELSEWHERE)), arguments(shape)), launch)
+    return KernelProgram(lambda: (partial(_attend, case, chip, (blocks, _ELSEWHERE)), arguments(case, shape)), launch)
 
 
 def backward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
@@ -182,9 +153,8 @@ def backward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> Kerne
     moved = _moved(case, shape, blocks, counts, tokens=blocks.q, each=(2 + 2 + 4 + 4) * shape.head_dim + 8)
     moved += rows * blocks.k * 4 * 2 * shape.head_dim
     launch = _launch("posjax_attention_backward", case, shape, blocks, counts, rows, runs, moved)
-    *inputs, numbers, ids = arguments(shape)
-    order = [*inputs, numbers, ids, inputs[0]]
-    return KernelProgram(lambda: (partial(_gradients, case, chip, (_ELSEWHERE, blocks)), order), launch)
+    inputs = arguments(case, shape)
+    return KernelProgram(lambda: (partial(_gradients, case, chip, (_ELSEWHERE, blocks)), [*inputs, inputs[0]]), launch)
 
 
 def _launch(kernel, case, shape, blocks, counts, rows, runs, moved) -> Launch:
@@ -232,23 +202,22 @@ def _backward_products(blocks: Blocks, size: int, pairs: int) -> tuple[Product, 
 
 def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, int], tokens: int, each: int) -> float:
     """Bytes that all tiles move: `each` per token, segments, more features, and a window of a bias by distance."""
-    has_segments = case.mask is _segments
-    window = 32 * (blocks.q + blocks.k) if case.bias in (_t5, _kerple) else 0
-    tile = tokens * (each + 4 * has_segments) + window
+    window = 32 * (blocks.q + blocks.k) if isinstance(case.bias, T5 | Kerple) else 0
+    tile = tokens * (each + 4 * case.packed) + window
     more = tokens * 2 * shape.head_dim
     return shape.heads * sum(count * (tile + more * (len(kind.pairs) - 1)) for kind, count in counts.items())
 
 
-def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids):
+def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, params, ids):
     options = Options(blocks=blocks, bounded=case.is_bounded(chip), on=target_of(chip))
-    return computed(everywhere(TPU(options)), call(case, q, k, v, numbers, ids)).out
+    return computed(everywhere(TPU(options)), call(case, q, k, v, params, ids)).out
 
 
-def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids, d_out):
-    """Gradients of queries, keys and values, and of the bias' numbers if they are learned."""
+def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, params, ids, d_out):
+    """Gradients of queries, keys and values, and of the bias' parameters if they are learned."""
     if not case.learned:
-        return jax.vjp(lambda q, k, v: _attend(case, chip, blocks, q, k, v, numbers, ids), q, k, v)[1](d_out)
-    return jax.vjp(lambda *x: _attend(case, chip, blocks, *x, ids), q, k, v, numbers)[1](d_out)
+        return jax.vjp(lambda q, k, v: _attend(case, chip, blocks, q, k, v, params, ids), q, k, v)[1](d_out)
+    return jax.vjp(lambda *x: _attend(case, chip, blocks, *x, ids), q, k, v, params)[1](d_out)
 
 
 FORWARD_SIZES = (
@@ -279,19 +248,19 @@ PLAIN, BOUNDED, BACK = "posjax, forward", "posjax with a bound, forward", "posja
 _FORWARD_CASES = {
     PLAIN: Case(bounded=False),
     BOUNDED: Case(bounded=True),
-    "posjax ALiBi, forward": Case(_alibi),
-    "posjax T5, forward": Case(_t5),
-    "posjax KERPLE, forward": Case(_kerple),
+    "posjax ALiBi, forward": Case(ALiBi()),
+    "posjax T5, forward": Case(T5()),
+    "posjax KERPLE, forward": Case(Kerple()),
     "posjax ReRoPE, forward": Case(beyond=512),
-    "posjax window and sinks, forward": Case(mask=_window),
-    "posjax segments, forward": Case(mask=_segments),
+    "posjax window and sinks, forward": Case(mask=Causal() & (Window(4096) | FirstTokens(4))),
+    "posjax segments, forward": Case(packed=True),
 }
 _BACKWARD_CASES = {
     BACK: Case(),
-    "posjax ALiBi, backward": Case(_alibi),
-    "posjax learned ALiBi, backward": Case(_learned_alibi, learned=True),
-    "posjax T5 with its gradient, backward": Case(_t5, learned=True),
-    "posjax KERPLE with its gradient, backward": Case(_kerple, learned=True),
+    "posjax ALiBi, backward": Case(ALiBi()),
+    "posjax learned ALiBi, backward": Case(ALiBi(learned=True), learned=True),
+    "posjax T5 with its gradient, backward": Case(T5(), learned=True),
+    "posjax KERPLE with its gradient, backward": Case(Kerple(), learned=True),
 }
 POSJAX_KERNELS = {
     **{name: Implementation(partial(forward, case), FORWARD_SIZES) for name, case in _FORWARD_CASES.items()},
