@@ -1,4 +1,4 @@
-"""Runs whose speed others have published, for comparison with predictions: those of ``published.yaml``.
+"""Runs whose speed others have published, for comparison with predictions: those of ``runs.yaml``.
 
 MaxText has counted FLOPs in three ways; a log with the time of a step shows which one was used:
 
@@ -80,11 +80,13 @@ class Published:
         return counted + lookup + ("" if self.seconds else ": not checked")
 
 
+RUNS = yaml.safe_load(Path(__file__).with_name("runs.yaml").read_text(encoding="utf-8"))
+
+
 def _published() -> Iterator[Published]:
-    content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    for run in content["runs"]:
-        flags = " ".join(content["flags"][name] for name in run.get("flags", ()))
-        yield section({**run, "model": content["models"][run["model"]], "flags": flags}, Published, "runs")
+    for run in RUNS["published"]:
+        flags = " ".join(RUNS["flags"][name] for name in run.get("flags", ()))
+        yield section({**run, "model": RUNS["models"][run["model"]], "flags": flags}, Published, "published")
 
 
 PUBLISHED = tuple(_published())

@@ -7,7 +7,6 @@ plan it again. ``--page`` plans nothing.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from typing import Any
 import jinja2
 
 from train.config import Config, load
-from train.lab.plans.published import PUBLISHED, Published
+from train.lab.plans.published import PUBLISHED, RUNS, Published
 from train.plan.plan import Plan, make_plan
-from train.plan.pods import DCN_LATENCY, GIB, KNOWN, LATENCY, Pod, pod_of
+from train.plan.pods import DCN_LATENCY, KNOWN, LATENCY, Pod, pod_of
 from train.plan.report import mesh_text
 from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
@@ -27,21 +26,6 @@ from train.runtime.paths import ROOT, write_file
 
 RESULTS_FILE = ROOT / "configs" / "pods" / "plans.jsonl"
 PAGE = ROOT / "docs" / "plans.md"
-
-PODS = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16", "7x:4x4x8")
-SIZES, LENGTHS = ("1b", "8b", "70b"), ("8k", "128k", "1m")
-
-_FULL = "model.remat=full"
-
-OVERRIDES = {
-    ("70b", "8k", "v5e:16x16"): ("train.mesh.context=4", "train.context.strategy=ring", "train.accumulate=8", _FULL),
-    ("70b", "128k", "v5e:16x16"): ("train.accumulate=4", "train.mesh.context=32", _FULL),
-    ("70b", "1m", "v5e:16x16"): ("train.mesh.context=256", "train.accumulate=4", "train.optimizer=adafactor", _FULL),
-    ("70b", "8k", "v6e:16x16"): ("train.accumulate=2", _FULL),
-    ("70b", "128k", "v6e:16x16"): ("train.accumulate=2", _FULL),
-    ("70b", "1m", "v6e:16x16"): ("train.mesh.context=256", "train.accumulate=4", _FULL),
-}
-"""Overrides for pods that need another mesh or less memory than the config file."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +54,10 @@ def entries() -> Iterator[Planned]:
     """Published runs first, then ours."""
     for run in PUBLISHED:
         yield Planned(run.name, run.topology, run.config, run.slices, _settings(run), run)
-    for size, length, topology in itertools.product(SIZES, LENGTHS, PODS):
-        yield _ours(size, length, topology)
+    for name, topology, *overrides in RUNS["ours"]:
+        file = f"configs/pods/{name}.yaml"
+        command = " ".join(("python -m train plan", file, "--topology", topology, *overrides))
+        yield Planned(name, topology, load(ROOT / file, overrides), command=command)
 
 
 def _settings(run: Published) -> str:
@@ -80,27 +66,13 @@ def _settings(run: Published) -> str:
     return f"{run.rows} rows of {run.length}{parts}, {run.strategy}, {run.remat} {run.flags}".strip()
 
 
-def _ours(size: str, length: str, topology: str) -> Planned:
-    path, pod = f"configs/pods/llama-{size}-{length}.yaml", pod_of(topology)
-    # Four million tokens at once are too many for half the devices that the files are made for.
-    halved = () if pod.devices >= 512 else ("train.accumulate=2",)
-    # Chips with memory to spare need to recompute less.
-    less_remat = ("model.remat=dots",) if size == "8b" and pod.hbm_bytes > 64 * GIB else ()
-    overrides = OVERRIDES.get((size, length, topology), (*halved, *less_remat))
-    command = " ".join(("python -m train plan", path, "--topology", topology, *overrides))
-    return Planned(f"llama-{size}-{length}", topology, load(ROOT / path, overrides), command=command)
-
-
 def measure(entry: Planned) -> dict[str, Any]:
     """The numbers of a plan, or why there is none."""
     try:
-        return {"key": entry.key, "command": entry.command, **numbers(_plan(entry))}
+        found = numbers(make_plan(entry.config, entry.pod, flags=entry.run.flags if entry.run else None))
     except ValueError as error:
-        return {"key": entry.key, "command": entry.command, "problem": in_a_line(error, 300)}
-
-
-def _plan(entry: Planned) -> Plan:
-    return make_plan(entry.config, entry.pod, flags=entry.run.flags if entry.run else None)
+        found = {"problem": in_a_line(error, 300)}
+    return {"key": entry.key, "command": entry.command, **found}
 
 
 def numbers(plan: Plan) -> dict[str, Any]:
@@ -143,53 +115,19 @@ def write(results: dict[str, dict[str, Any]]) -> None:
 def page(results: dict[str, dict[str, Any]]) -> str:
     """The whole page, from the template in this folder."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
-    ours, theirs = ([entry for entry in entries() if (entry.run is None) == is_ours] for is_ours in (True, False))
+    everything = [(entry, result(results, entry)) for entry in entries()]
     return environment.get_template("plans.md.jinja").render(
         each=_each,
         latency=LATENCY,
         dcn_latency=DCN_LATENCY,
-        published=[_compared(entry, result(results, entry)) for entry in theirs],
-        pods=[_planned(entry, result(results, entry)) for entry in ours],
-        commands=[entry.command for entry in ours],
+        published=[each for each in everything if each[0].run],
+        pods=[each for each in everything if not each[0].run],
     )
 
 
 def _each(name: str) -> str:
     """A number of the network, for each generation, as text."""
     return ", ".join(f"{getattr(chip.links, name):g} ({generation})" for generation, chip in KNOWN.items())
-
-
-def _compared(entry: Planned, found: dict[str, Any] | None) -> str:
-    published = (f"{entry.run.teraflops:.0f}", entry.run.count, f"{entry.run.comparable:.0f}")
-    cells = [entry.name, entry.pod.name]
-    if found is None or "problem" in found:
-        why = "not planned yet" if found is None else found["problem"]
-        return _row(*cells, "", *published, why, *[""] * 3, entry.run.guessed)
-    predicted = found["teraflops"]
-    executed = predicted * (1 + {"full": 1.0, "attention": 1 - found["attention"]}.get(found["remat"], 0.0) / 3)
-    error = f"{predicted / entry.run.comparable - 1:+.0%}"
-    shown = (f"{predicted:.0f}", error, f"{executed:.0f}")
-    return _row(*cells, f"{found['mesh']}, {found['remat']}", *published, *shown, _share(found), entry.run.guessed)
-
-
-def _planned(entry: Planned, found: dict[str, Any] | None) -> str:
-    if found is None or "problem" in found:
-        return _row(entry.name, entry.pod.name, "", "not planned yet" if found is None else found["problem"], *[""] * 4)
-    gib = found["gib"]
-    rest = gib["total"] - gib["parameters"] - gib["optimizer"]
-    memory = f"{gib['parameters']:.1f}, {gib['optimizer']:.1f}, {rest:.1f}"
-    speed = (_share(found), f"{found['seconds']:.3g}", f"{found['tokens']:,.0f}", f"{found['mfu']:.1%}")
-    earlier = "" if "flags" in found else " *"
-    return _row(entry.name + earlier, entry.pod.name, f"{found['mesh']}, {found['remat']}", memory, *speed)
-
-
-def _share(found: dict[str, Any]) -> str:
-    """The share of HBM used, as text."""
-    return f"{found['hbm']:.0%}" + (": does not fit" if found["hbm"] > 1 else "")
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
