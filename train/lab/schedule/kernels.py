@@ -8,6 +8,7 @@ target.
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -68,7 +69,9 @@ def read_kernels(directory: Path, branch_slots: int, part: str = "") -> tuple[Ke
 
 def _read_kernel(path: Path, stamp: str, name: str, branch_slots: int) -> Kernel:
     def sibling(kind: str) -> str:
-        return _only(path.parent, re.compile(rf"{stamp}-{re.escape(name)}-\d+-{kind}\.txt")).read_text()
+        found = list(path.parent.glob(f"{stamp}-{glob.escape(name)}-*-{kind}.txt"))
+        check(len(found) == 1, f"{name}: expected one listing of the kind {kind} in the dump, found {len(found)}")
+        return found[0].read_text()
 
     text = path.read_text()
     final, scheduled = parse_listing(text, branch_slots), parse_listing(sibling("packed-bundles-post-ra"), branch_slots)
@@ -87,12 +90,6 @@ def _read_kernel(path: Path, stamp: str, name: str, branch_slots: int) -> Kernel
 def _shape(whole: Region) -> list[tuple[int, str]]:
     """The loops and branches of a listing, and how deep each is."""
     return [(depth, region.kind) for depth, region in whole.walk()]
-
-
-def _only(directory: Path, pattern: re.Pattern) -> Path:
-    found = [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
-    check(len(found) == 1, f"{pattern.pattern}: expected one such file in the dump, found {len(found)}")
-    return found[0]
 
 
 def _utilization(text: str) -> tuple[list[str], list[list[int]]]:

@@ -26,20 +26,18 @@ class Visit(NamedTuple):
 
 
 @dataclass
-class Launches:
-    """All launches of a kernel."""
+class Total:
+    """All launches of a kernel, or all collectives of a kind."""
 
     times: float = 0.0
-    seconds: float | None = 0.0  # None if unknown
-
-
-@dataclass
-class Sent:
-    """All collectives of a kind."""
-
-    times: float = 0.0
+    seconds: float | None = 0.0  # of a collective on the links, a hidden one too; None if unknown
     bytes: float = 0.0
-    seconds: float = 0.0  # on the links, hidden ones too
+
+    def add(self, times: float, seconds: float | None, size: float = 0.0) -> None:
+        """Adds some that are alike."""
+        self.times += times
+        self.bytes += times * size
+        self.seconds = None if seconds is None or self.seconds is None else self.seconds + times * seconds
 
 
 @dataclass
@@ -51,8 +49,8 @@ class Breakdown:
     tokens: int
     tally: Tally
     parts: Counter[tuple[str, str]] = field(default_factory=Counter)  # seconds of a device, by part and pass
-    kernels: dict[tuple[str, str], Launches] = field(default_factory=lambda: defaultdict(Launches))
-    collectives: dict[tuple[str, str], Sent] = field(default_factory=lambda: defaultdict(Sent))
+    kernels: dict[tuple[str, str], Total] = field(default_factory=lambda: defaultdict(Total))
+    collectives: dict[tuple[str, str], Total] = field(default_factory=lambda: defaultdict(Total))
     flops: float = 0.0  # of matrix products on a device; those of kernels are unknown
 
 
@@ -68,10 +66,7 @@ def measure(name: str, simulator: Simulator, memory: Memory, tokens: int, widths
         else:
             _add_part(breakdown, simulator, visit, widths)
     for times, kind, traffic in _collectives(simulator):
-        sent = breakdown.collectives[kind, traffic.dtype]
-        sent.times += times
-        sent.bytes += times * traffic.bytes
-        sent.seconds += times * traffic.seconds
+        breakdown.collectives[kind, traffic.dtype].add(times, traffic.seconds, traffic.bytes)
     return breakdown
 
 
@@ -109,9 +104,8 @@ def _add_kernel(breakdown: Breakdown, simulator: Simulator, visit: Visit) -> Non
     seconds = simulator.kernels.seconds(visit.line)
     if seconds == 0:  # not a kernel but a custom call that names a buffer
         return
-    launches = breakdown.kernels[re.sub(r"[.\d]+$", "", visit.line.name), pass_of(visit.line.op_name)]
-    launches.times += visit.times
-    launches.seconds = None if seconds is None or launches.seconds is None else launches.seconds + visit.times * seconds
+    name = re.sub(r"[.\d]+$", "", visit.line.name)
+    breakdown.kernels[name, pass_of(visit.line.op_name)].add(visit.times, seconds)
 
 
 def _add_part(breakdown: Breakdown, simulator: Simulator, visit: Visit, widths: Widths) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from posjax._checks import check
 from train.config import Config
 from train.lab.steps import saved_step
-from train.lab.steps.breakdown import Breakdown, Launches, Sent, measure
+from train.lab.steps.breakdown import Breakdown, Total, measure
 from train.lab.steps.foreign_kernels import AnyKernels
 from train.lab.steps.parts import PARTS, PASSES, Widths
 from train.lab.steps.saved_step import SavedStep
@@ -154,7 +154,7 @@ def _passes(breakdown: Breakdown, part: str) -> str:
     return f"{whole:.3g} = " + " / ".join(f"{seconds:.3g}" for seconds in each) if sum(each) else f"{whole:.3g}"
 
 
-def _launches(found: Launches | None) -> str:
+def _launches(found: Total | None) -> str:
     if found is None:
         return ""
     each = "unknown" if found.seconds is None else f"{found.seconds / found.times * 1e3:.3g} ms"
@@ -165,7 +165,7 @@ def _keys(found: Iterable[dict]) -> list:
     return sorted({key for each in found for key in each})
 
 
-def _sent(sent: Sent | None) -> str:
+def _sent(sent: Total | None) -> str:
     return f"{sent.times:g} x, {sent.bytes / 1e9:.3g} GB, {sent.seconds:.3g} s" if sent else ""
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ _SIZES = {
 subtracted from ``kept``."""
 
 _ALIAS = "alias_size_in_bytes"
-_OURS = ("parameters", "optimizer", "batch")  # fields of `Memory` that only our own files have
 
 
 @dataclass(frozen=True)
@@ -91,16 +90,9 @@ def save(folder: Path, step: CompiledStep, tokens: int) -> None:
     """Writes a step of ours. Raises OSError for a folder that cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: getattr(step.memory, key) for key, name in _SIZES.items()}
-    ours = {name: getattr(step.memory, name) for name in _OURS}
-    values = {
-        "memory": {**sizes, **ours},
-        "axes": step.axes,
-        "coordinates": step.coordinates,
-        "tokens": tokens,
-        "flags": step.flags,
-    }
+    file = StepFile(sizes, step.axes, step.coordinates, tokens, step.flags)
     (folder / PROGRAM).write_text(step.text, encoding="utf-8")
-    (folder / STEP).write_text(json.dumps(values), encoding="utf-8")
+    (folder / STEP).write_text(json.dumps(asdict(file)), encoding="utf-8")
 
 
 def read(folder: Path, pod: Pod) -> SavedStep:
@@ -120,8 +112,7 @@ def read(folder: Path, pod: Pod) -> SavedStep:
     text = (folder / PROGRAM).read_text(encoding="utf-8")
     step = CompiledStep(text, _memory(file.memory), dict(file.axes), file.coordinates, file.flags)
     schedules = folder / SCHEDULES
-    found = schedules if schedules.is_dir() else None
-    return SavedStep(folder.name, step, file.tokens, found)
+    return SavedStep(folder.name, step, file.tokens, schedules if schedules.is_dir() else None)
 
 
 def _step_file(path: Path) -> StepFile:
@@ -132,6 +123,7 @@ def _step_file(path: Path) -> StepFile:
 
 
 def _memory(sizes: Mapping[str, float]) -> Memory:
+    """The memory of a step, without the kinds of its arguments."""
     found = {key: sizes[name] for key, name in _SIZES.items()}
     found["kept"] -= min(found["kept"], sizes.get(_ALIAS, 0))
-    return Memory(**found, **{name: sizes.get(name, 0.0) for name in _OURS})
+    return Memory(parameters=0.0, optimizer=0.0, batch=0.0, **found)
