@@ -2,20 +2,28 @@
 
 Each takes a `Shape` and returns a function that runs attention once and waits for the result: the forward pass, or
 forward and backward with respect to q, k and v. All use inputs from the same normal distribution.
+
+``python -m train.lab.libraries`` is the process that `train.lab.bench` starts for each measurement.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import posjax as pj
+from train.runtime.allocator import keep_memory
+from train.runtime.machine import resident_peak_bytes
 
 FORWARD, BACKWARD = "forward", "forward + backward"
 
@@ -136,3 +144,23 @@ def refuses(name: str, shape: Shape) -> str | None:
     if name == "torch flex" and shape.direction == BACKWARD:
         return "has no backward on CPU"
     return None
+
+
+def _measure(library: str, shape: dict[str, Any], repeats: int) -> dict[str, float]:
+    """The best time of several calls after one that compiles, and the peak memory of this process."""
+    if Path("/proc/self/oom_score_adj").exists():
+        # If memory runs out, the system should kill this process, not its parent.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    keep_memory()
+    run = LIBRARIES[library](Shape(**shape))
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return {"seconds": min(times), "peak_bytes": resident_peak_bytes()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(**json.loads(sys.argv[1]))))

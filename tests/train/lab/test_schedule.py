@@ -11,10 +11,9 @@ from posjax.attention.tiles import Blocks
 from posjax.masks import Causal, FirstTokens, Window
 from train.lab.schedule import costs, posjax_kernels
 from train.lab.schedule.bench import measure
-from train.lab.schedule.cost import Cost, Executions, Hot, Launch, cost
+from train.lab.schedule.cost import Cost, Executions, Hot, KernelShape, Launch, cost
 from train.lab.schedule.implementations import SCHEDULED
 from train.lab.schedule.kernels import read_kernels
-from train.lab.schedule.program import KernelShape
 from train.runtime.chips import CHIPS, chip
 
 pytestmark = pytest.mark.lab

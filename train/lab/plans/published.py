@@ -72,13 +72,6 @@ class Published:
         """TFLOP per second and chip, as MaxText counts now: published x half of the pairs, without lookup / counted."""
         return self.teraflops * maxtext_flops(self.config).total / self.counted
 
-    @property
-    def count(self) -> str:
-        """How its number is counted, and whether a logged step confirms this."""
-        counted = f"{self.pairs} of the pairs" if self.pairs == "half" else "all pairs"
-        lookup = ", lookup" if self.counts_lookup else ""
-        return counted + lookup + ("" if self.seconds else ": not checked")
-
 
 RUNS = yaml.safe_load(Path(__file__).with_name("runs.yaml").read_text(encoding="utf-8"))
 

@@ -117,17 +117,12 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
     everything = [(entry, result(results, entry)) for entry in entries()]
     return environment.get_template("plans.md.jinja").render(
-        each=_each,
+        known=KNOWN,
         latency=LATENCY,
         dcn_latency=DCN_LATENCY,
         published=[each for each in everything if each[0].run],
         pods=[each for each in everything if not each[0].run],
     )
-
-
-def _each(name: str) -> str:
-    """A number of the network, for each generation, as text."""
-    return ", ".join(f"{getattr(chip.links, name):g} ({generation})" for generation, chip in KNOWN.items())
 
 
 def main() -> None:

@@ -12,9 +12,8 @@ from rich.table import Table
 from posjax._checks import check_choice, check_count
 from posjax.attention.tiles import Blocks
 from train.lab.schedule.compiling import chip_names
-from train.lab.schedule.cost import Cost
+from train.lab.schedule.cost import Cost, KernelShape
 from train.lab.schedule.implementations import SCHEDULED, schedule_of
-from train.lab.schedule.program import KernelShape
 from train.plan.report import new_console
 from train.runtime.lines import in_a_line
 from train.runtime.machine import versions

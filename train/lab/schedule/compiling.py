@@ -75,10 +75,6 @@ def _child(order: Mapping[str, Any]) -> dict[str, Any]:
     return {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {in_a_line(error, 300)}"
-
-
 def _load(factory: str) -> Any:
     """The object named by ``MODULE:NAME`` or ``FILE.py:NAME``."""
     location, _, name = factory.rpartition(":")
@@ -89,4 +85,4 @@ def _load(factory: str) -> Any:
 
 
 if __name__ == "__main__":
-    answer(lambda: _child(json.loads(sys.argv[1])), _words)
+    answer(lambda: _child(json.loads(sys.argv[1])), lambda error: f"{type(error).__name__}: {in_a_line(error, 300)}")

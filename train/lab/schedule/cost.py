@@ -1,4 +1,4 @@
-"""From bundles to cycles: a kernel's parts, times how often each one runs.
+"""From bundles to cycles: programs to compile, and a kernel's parts, times how often each one runs.
 
 A schedule gives the cost of one run of a part, not how often it runs. The author of the kernel states that as
 `Executions`, in program order. They are matched to the compiler's parts, hot ones to hot ones.
@@ -6,10 +6,11 @@ A schedule gives the cost of one run of a part, not how often it runs. The autho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from posjax._checks import check
+from posjax.attention.tiles import Blocks
 from train.lab.schedule.kernels import Kernel, KernelPart
 from train.runtime.chips import Chip, Product
 
@@ -40,6 +41,36 @@ class Launch:
     area: float  # the query-key pairs of all visited tiles, over all heads
     needed: float  # the pairs among them that the mask allows
     moved_bytes: float  # between HBM and VMEM
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """The shape of the attention."""
+
+    length: int
+    heads: int
+    head_dim: int
+
+    @property
+    def causal_pairs(self) -> int:
+        """The query-key pairs of causal attention, over all heads: n (n + 1) / 2 for each."""
+        return self.heads * self.length * (self.length + 1) // 2
+
+
+@dataclass(frozen=True)
+class KernelProgram:
+    """A function to compile, built only in the compiling process, and what its author states about its kernel."""
+
+    make: Callable[[], tuple[Callable, list]]  # the function and its abstract arguments
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A family of programs, one for every choice of block sizes."""
+
+    program: Callable[[KernelShape, Blocks, str], KernelProgram]  # for one chip, by its name
+    sizes: tuple[Blocks, ...]
 
 
 @dataclass(frozen=True)

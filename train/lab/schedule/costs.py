@@ -13,10 +13,9 @@ from posjax.attention.tiles import Blocks
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
 from train.lab.schedule.bench import ScheduleConfig
 from train.lab.schedule.compiling import chip_names
-from train.lab.schedule.cost import Cost
+from train.lab.schedule.cost import Cost, KernelShape
 from train.lab.schedule.implementations import SCHEDULED, schedule_of
 from train.lab.schedule.posjax_kernels import BACK, BOUNDED, PLAIN, target_of
-from train.lab.schedule.program import KernelShape
 from train.runtime.chips import CHIPS
 from train.runtime.compiler import DoesNotCompile
 from train.runtime.machine import versions

@@ -14,9 +14,17 @@ from dataclasses import asdict
 
 from posjax.attention.tiles import Blocks
 from train.lab.schedule.compiling import compile_for
-from train.lab.schedule.cost import Cost, Executions, Launch, cost, find_kernel
+from train.lab.schedule.cost import (
+    Cost,
+    Executions,
+    Implementation,
+    KernelProgram,
+    KernelShape,
+    Launch,
+    cost,
+    find_kernel,
+)
 from train.lab.schedule.posjax_kernels import POSJAX_KERNELS, forward_products
-from train.lab.schedule.program import Implementation, KernelProgram, KernelShape
 from train.runtime.chips import CHIPS
 
 

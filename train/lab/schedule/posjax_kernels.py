@@ -25,8 +25,7 @@ from posjax.attention.tpu.entry import Options
 from posjax.bias import T5, ALiBi, Kerple
 from posjax.masks import Beyond, Causal, FirstTokens, Mask, Segments, Window
 from posjax.positions import Range
-from train.lab.schedule.cost import Executions, Launch
-from train.lab.schedule.program import Implementation, KernelProgram, KernelShape
+from train.lab.schedule.cost import Executions, Implementation, KernelProgram, KernelShape, Launch
 from train.model.flops import prefix_pairs
 from train.runtime.chips import Product
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from posjax.attention.tiles import Blocks
-from train.lab.schedule.cost import TILE, Cost, cost
+from train.lab.schedule.cost import TILE, Cost, KernelShape, cost
 from train.lab.schedule.implementations import splash_forward, splash_fused_backward
 from train.lab.schedule.kernels import Kernel, read_kernels
-from train.lab.schedule.program import KernelShape
 from train.plan.hlo import Instruction, arrays
 from train.plan.kernels import HEAD, Kernels
 
