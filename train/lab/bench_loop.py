@@ -20,6 +20,7 @@ import jax
 
 from train.checkpoint.manager import Checkpoints
 from train.config import Config
+from train.config.typed import changed
 from train.loop.fit import Run, prepare
 from train.monitor.monitor import Monitor
 from train.runtime.allocator import keep_memory_on_cpu
@@ -75,9 +76,8 @@ def bench_loop(config: Config) -> tuple[float, float]:
     keep_memory_on_cpu()
     size = config.train.log_every
     steps = BLOCKS * size + 1
-    train = dataclasses.replace(config.stage(0).train, steps=steps, checkpoint_every=steps)
-    monitor = dataclasses.replace(config.monitor, evaluate_every=0, profile=())
-    config = dataclasses.replace(config.stage(0), train=train, monitor=monitor)
+    changes = {"train": {"steps": steps, "checkpoint_every": steps}, "monitor": {"evaluate_every": 0, "profile": ()}}
+    config = changed(config.stage(0), changes, "")
     blocks = TimedBlocks(size)
     (stage,) = prepare(config)
     stage = dataclasses.replace(stage, program=blocks.around(stage.program))

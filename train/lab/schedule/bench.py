@@ -99,9 +99,7 @@ def table(chip: str, config: ScheduleConfig, results: Sequence[Prediction]) -> T
         f"{chip}: cycles for 512 x 512 of visited area; causal, bfloat16, "
         f"{config.num_heads} heads x {config.head_dim}, {config.length:,} tokens"
     )
-    grid = Table(title=title)
-    for number, column in enumerate(_COLUMNS):
-        grid.add_column(column, justify="left" if number < 2 else "right", overflow="fold")
+    grid = Table(*_COLUMNS, title=title)
     for name in config.implementations:
         grid.add_row(name, *_cells([result for result in results if result.implementation == name]))
     return grid

@@ -156,12 +156,12 @@ class _Bundle:
 def parse_listing(text: str, branch_slots: int) -> Region:
     """The control flow of a kernel from its listing; `branch_slots` bundles still run after every branch."""
     bundles = list(_bundles(text))
-    return _nest(Region("kernel", 0, len(bundles)), sorted(_regions(bundles, branch_slots), key=_outer_first))
 
+    def outer_first(region: Region) -> tuple:
+        # A loop's guard skips exactly the loop, so it is the outer of the two regions.
+        return region.start, -region.stop, region.kind
 
-def _outer_first(region: Region) -> tuple:
-    # A loop's guard skips exactly the loop, so it is the outer of the two regions.
-    return region.start, -region.stop, region.kind
+    return _nest(Region("kernel", 0, len(bundles)), sorted(_regions(bundles, branch_slots), key=outer_first))
 
 
 def _bundles(text: str) -> Iterator[_Bundle]:

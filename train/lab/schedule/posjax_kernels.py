@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,31 +82,32 @@ def arguments(case: Case, shape: KernelShape) -> list:
     return [queries, keys, keys, params, ids]
 
 
-def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
-    """How many tiles of each kind a head has. Kinds that would occur only with other segments have 0 tiles."""
+class Tiles(NamedTuple):
+    """How many tiles of a kind all heads have, and how many of these are the first and the last of their block of
+    queries in the backward kernel."""
+
+    every: int
+    first: int
+    last: int
+
+
+def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, Tiles]:
+    """The tiles of each kind. Kinds that would occur only with other segments have none."""
     kinds: list[Kind] = []
     jax.eval_shape(lambda ids: kinds.extend(_planned(case, shape, blocks, ids).kinds), arguments(case, shape)[-1])
     found = _planned(case, shape, blocks, documents(shape))
-    return dict.fromkeys(kinds, 0) | _counted(found, found.grid > 0)
+    visited = found.grid > 0
+    order = visited.cumsum(-1)
+    which = visited, visited & (order == 1), visited & (order == order[..., -1:])
+    counts = [Counter(found.grid[each].tolist()) for each in which]
+    numbers = {kind: n for n, kind in enumerate(found.kinds, start=1)}
+    return {kind: Tiles(*(shape.heads * count[numbers.get(kind)] for count in counts)) for kind in kinds}
 
 
 def _planned(case: Case, shape: KernelShape, blocks: Blocks, ids) -> TilePlan:
     *qkv, params, _ = arguments(case, shape)
     x = call(case, *qkv, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params), ids)
     return plan_tiles(x, blocks, constant_from=x.bias.constant_from if bias_form(x) == "by distance" else None)
-
-
-def _counted(plan: TilePlan, which) -> dict[Kind, int]:
-    """How many of the tiles where `which` is true are of each kind."""
-    counts = Counter(plan.grid[which].tolist())
-    return {kind: counts[n] for n, kind in enumerate(plan.kinds, start=1)}
-
-
-def ends(case: Case, shape: KernelShape, blocks: Blocks) -> tuple[dict[Kind, int], dict[Kind, int]]:
-    """How many tiles of each kind are the first, and the last, of their block of queries in the backward kernel."""
-    found = _planned(case, shape, blocks, documents(shape))
-    visited, count = found.grid > 0, (found.grid > 0).cumsum(-1)
-    return _counted(found, visited & (count == 1)), _counted(found, visited & (count == count[..., -1:]))
 
 
 def documents(shape: KernelShape) -> np.ndarray:
@@ -128,7 +129,7 @@ def forward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> Kernel
     """
     counts = tiles(case, shape, blocks)
     rows = shape.heads * shape.length // blocks.q
-    runs = [Executions("head start", shape.heads), *_runs(counts, shape, partial(forward_products, blocks))]
+    runs = [Executions("head start", shape.heads), *_runs(counts, partial(forward_products, blocks, shape.head_dim))]
     if case.is_bounded(chip):
         runs += [Executions(f"{run.name}, again", 0, run.products) for run in runs if run.products]
         lengths = ((8, shape.head_dim, blocks.q),) * (1 + (case.beyond is not None))
@@ -144,7 +145,8 @@ def backward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> Kerne
     """The backward kernel: for each block of keys one loop for every kind of tile, and all gradients from each tile."""
     counts = tiles(case, shape, blocks)
     rows = shape.heads * shape.length // blocks.k
-    runs = _with_ends(_runs(counts, shape, partial(_backward_products, blocks)), shape, ends(case, shape, blocks))
+    runs = _runs(counts, partial(_backward_products, blocks, shape.head_dim))
+    runs = [replace(run, inside=_ends(run.name, found)) for run, found in zip(runs, counts.values(), strict=True)]
     if case.learned:
         runs.insert(0, Executions("head start", shape.heads))  # where sums for the bias begin
     # A tile reads queries, the outputs' gradient and two numbers for each, and reads and writes the queries' gradient;
@@ -157,28 +159,17 @@ def backward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> Kerne
 
 
 def _launch(kernel, case, shape, blocks, counts, rows, runs, moved) -> Launch:
-    area = shape.heads * sum(counts.values()) * blocks.q * blocks.k
+    area = sum(found.every for found in counts.values()) * blocks.q * blocks.k
     return Launch(kernel, rows, tuple(runs), area, needed(case, shape), moved)
 
 
-def _runs(
-    counts: dict[Kind, int], shape: KernelShape, products: Callable[[int, int], tuple[Product, ...]]
-) -> list[Executions]:
-    return [
-        Executions(_name(kind), shape.heads * count, products(shape.head_dim, len(kind.pairs)))
-        for kind, count in counts.items()
-    ]
+def _runs(counts: dict[Kind, Tiles], products: Callable[[int], tuple[Product, ...]]) -> list[Executions]:
+    return [Executions(_name(kind), found.every, products(len(kind.pairs))) for kind, found in counts.items()]
 
 
-def _with_ends(runs: list[Executions], shape: KernelShape, ends: tuple) -> list[Executions]:
-    """The runs of tiles, with the code inside that runs only in the first or the last tile of a block of queries."""
-    first, last = ({_name(kind): shape.heads * count for kind, count in counts.items()} for counts in ends)
-
-    def inside(name: str) -> tuple[Executions, Executions]:
-        cleared, finished = (times.get(name, 0) for times in (first, last))
-        return Executions(f"{name}, cleared", cleared), Executions(f"{name}, finished", finished)
-
-    return [replace(run, inside=inside(run.name)) for run in runs]
+def _ends(name: str, found: Tiles) -> tuple[Executions, Executions]:
+    """The code inside a tile that runs only in the first or the last one of a block of queries."""
+    return Executions(f"{name}, cleared", found.first), Executions(f"{name}, finished", found.last)
 
 
 def _name(kind: Kind) -> str:
@@ -199,12 +190,12 @@ def _backward_products(blocks: Blocks, size: int, pairs: int) -> tuple[Product, 
     return ((k, size, part), (k, part, size), *of_pair * pairs) * (q // part)
 
 
-def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, int], tokens: int, each: int) -> float:
+def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, Tiles], tokens: int, each: int) -> float:
     """Bytes that all tiles move: `each` per token, segments, more features, and a window of a bias by distance."""
     window = 32 * (blocks.q + blocks.k) if isinstance(case.bias, T5 | Kerple) else 0
     tile = tokens * (each + 4 * case.packed) + window
     more = tokens * 2 * shape.head_dim
-    return shape.heads * sum(count * (tile + more * (len(kind.pairs) - 1)) for kind, count in counts.items())
+    return sum(found.every * (tile + more * (len(kind.pairs) - 1)) for kind, found in counts.items())
 
 
 def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, params, ids):

@@ -17,7 +17,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from posjax._checks import check
 from train.config.typed import section
@@ -61,7 +60,7 @@ class StepFile:
 
     def __post_init__(self):
         check(
-            all(_is_number(self.memory.get(name)) for name in _SIZES.values()),
+            all(type(self.memory.get(name)) in (int, float) for name in _SIZES.values()),
             f"step.memory: expected the bytes of {', '.join(_SIZES.values())}, found {self.memory!r:.200}",
         )
         check(
@@ -80,10 +79,6 @@ class StepFile:
             self.tokens is None or self.tokens > 0,
             f"step.tokens: expected those of a step over all devices, found {self.tokens}",
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def save(folder: Path, step: CompiledStep, tokens: int) -> None:
