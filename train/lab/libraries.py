@@ -64,7 +64,7 @@ def torch_flex(shape: Shape) -> Callable[[], Any]:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    slopes = _torch_slopes(shape.heads)
+    slopes = torch.tensor(pj.alibi_slopes(shape.heads).tolist())
     block_mask = create_block_mask(
         lambda b, h, i, j: j <= i, None, None, shape.length, shape.length, device="cpu", _compile=True
     )
@@ -80,10 +80,9 @@ def torch_sdpa(shape: Shape) -> Callable[[], Any]:
     """torch.nn.functional.scaled_dot_product_attention with the bias as a mask."""
     import torch
 
-    i = torch.arange(shape.length)
+    i, slopes = torch.arange(shape.length), torch.tensor(pj.alibi_slopes(shape.heads).tolist())
     r = i[:, None] - i[None, :]
-    bias = (-_torch_slopes(shape.heads)[:, None, None] * r).masked_fill(r < 0, float("-inf"))[None]
-    bias = bias.to(getattr(torch, shape.dtype))
+    bias = (-slopes[:, None, None] * r).masked_fill(r < 0, float("-inf"))[None].to(getattr(torch, shape.dtype))
 
     def attend(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
@@ -103,12 +102,6 @@ def _jax_call(attend, shape: Shape, *rest) -> Callable[[], Any]:
 
     run = jax.jit(attend) if shape.direction == FORWARD else partial(jax.jit(both), d_out)
     return lambda: jax.block_until_ready(run(q, k, v, *rest))
-
-
-def _torch_slopes(heads: int):
-    import torch
-
-    return torch.from_numpy(pj.alibi_slopes(heads).__array__().copy())
 
 
 def _torch_call(attend, shape: Shape) -> Callable[[], Any]:

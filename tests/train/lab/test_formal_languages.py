@@ -30,7 +30,6 @@ def walk(steps):
 LANGUAGES_OF_STRINGS = {
     "even pairs": (2, lambda s: [sum(a != b for a, b in itertools.pairwise(s)) % 2]),
     "cycle navigation": (3, walk),
-    "reverse string": (2, lambda s: s[::-1]),
     "bucket sort": (5, sorted),
 }
 """The number of symbols of every language, and the answer to a string."""
@@ -115,10 +114,10 @@ def test_grids_have_two_axes_or_three():
 
 def test_a_run_learns_and_reports(tmp_path, capsys):
     sizes = {"train_length": 3, "test_lengths": [3, 5], "num_layers": 1, "model_dim": 32, "num_heads": 2, "batch": 16}
-    values = {"languages": ["reverse string"], "schemes": [{"name": "sinusoidal", "label": "waves"}], **sizes}
+    values = {"languages": ["bucket sort"], "schemes": [{"name": "sinusoidal", "label": "waves"}], **sizes}
     rows = run(parse(values | {"steps": 100, "learning_rate": 2e-2, "output": str(tmp_path)}, LanguagesConfig))
     assert [(row["label"], row["length"]) for row in rows] == [("waves", 3), ("waves", 5)]
-    assert rows[0]["accuracy"] > 0.75, "guessing gets half of it"
+    assert rows[0]["accuracy"] > 0.75, "guessing gets a fifth of it"
     assert 0.2 < rows[1]["accuracy"] < rows[0]["accuracy"]
     assert f"{100 * rows[0]['accuracy']:.1f}" in capsys.readouterr().out
     saved = [json.loads(line) for line in (tmp_path / "languages" / "results.jsonl").read_text().splitlines()]

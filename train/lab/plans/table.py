@@ -7,7 +7,6 @@ plan it again. ``--page`` plans nothing.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from train.plan.report import mesh_text
 from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
 from train.runtime.paths import ROOT, write_file
+from train.runtime.rows import read_rows, write_rows
 
 RESULTS_FILE = ROOT / "configs" / "pods" / "plans.jsonl"
 PAGE = ROOT / "docs" / "plans.md"
@@ -53,17 +53,14 @@ class Planned:
 def entries() -> Iterator[Planned]:
     """Published runs first, then ours."""
     for run in PUBLISHED:
-        yield Planned(run.name, run.topology, run.config, run.slices, _settings(run), run)
+        # If the settings of a published run change, it is planned again.
+        parts = f" in {run.accumulate} parts" if run.accumulate > 1 else ""
+        settings = f"{run.rows} rows of {run.length}{parts}, {run.strategy}, {run.remat} {run.flags}".strip()
+        yield Planned(run.name, run.topology, run.config, run.slices, settings, run)
     for name, topology, *overrides in RUNS["ours"]:
         file = f"configs/pods/{name}.yaml"
         command = " ".join(("python -m train plan", file, "--topology", topology, *overrides))
         yield Planned(name, topology, load(ROOT / file, overrides), command=command)
-
-
-def _settings(run: Published) -> str:
-    """The settings of a published run; if they change, it is planned again."""
-    parts = f" in {run.accumulate} parts" if run.accumulate > 1 else ""
-    return f"{run.rows} rows of {run.length}{parts}, {run.strategy}, {run.remat} {run.flags}".strip()
 
 
 def measure(entry: Planned) -> dict[str, Any]:
@@ -96,8 +93,7 @@ def numbers(plan: Plan) -> dict[str, Any]:
 
 def read() -> dict[str, dict[str, Any]]:
     """Results by key; for equal keys the last one counts."""
-    lines = RESULTS_FILE.read_text(encoding="utf-8").splitlines() if RESULTS_FILE.exists() else []
-    return {found["key"]: found for found in map(json.loads, lines)}
+    return {found["key"]: found for found in read_rows(RESULTS_FILE)}
 
 
 def result(results: dict[str, dict[str, Any]], entry: Planned) -> dict[str, Any] | None:
@@ -108,7 +104,7 @@ def result(results: dict[str, dict[str, Any]], entry: Planned) -> dict[str, Any]
 
 def write(results: dict[str, dict[str, Any]]) -> None:
     """Writes the results file and the page."""
-    write_file(RESULTS_FILE, "".join(json.dumps(found) + "\n" for found in results.values()))
+    write_rows(RESULTS_FILE, results.values())
     write_file(PAGE, page(results))
 
 

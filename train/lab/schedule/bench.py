@@ -19,7 +19,7 @@ from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
 from train.runtime.rows import write_rows
 
-_COLUMNS = ("kernel", "blocks", "cost", "floor", "stalls", "needed", "HBM", "hot bundles", "spills", "temp")
+_COLUMNS = ("kernel", "blocks", "cost", "floor", "stalls", "needed", "HBM", "hot bundles (spills)", "temp")
 _NOTES = """\
 cost: the bundles of every part, times how often it runs; hot parts (those on the MXU) not below the floor
 floor: the cycles that the matrix units need at least
@@ -27,7 +27,7 @@ stalls: as cost, with the bundles that the compiler's schedule leaves empty for 
 needed: the cost for 512 x 512 of allowed pairs; larger tiles visit more masked pairs
   a row for which a bound fails is computed again; this is counted as never happening
 HBM: cycles to move the bytes, bytes / (bytes a cycle and core); below the cost, memory keeps up
-hot bundles, spills: of one run of each hot part; spills are moves of registers that did not fit
+hot bundles (spills): of one run of each hot part; spills are moves of registers that did not fit
 temp: HBM of the whole function in addition to arguments and results, with a gradient's forward pass"""
 
 
@@ -117,7 +117,6 @@ def _cells(results: Sequence[Prediction]) -> Sequence[str]:
     return (
         f"{best.blocks.q} x {best.blocks.k}, {best.blocks.part}",
         *(f"{number:,.0f}" for number in numbers),
-        ", ".join(f"{part.bundles:,}" for part in hot),
-        ", ".join(f"{part.spills:,}" for part in hot),
+        ", ".join(f"{part.bundles:,} ({part.spills:,})" for part in hot),
         f"{best.temp_bytes / 2**20:,.1f} MiB",
     )

@@ -109,12 +109,12 @@ class Cost:
         return self.bundles * self.area / self.needed
 
 
-def find_kernel(kernels: Sequence[Kernel], name: str) -> Kernel:
-    """The one kernel whose name contains this one."""
-    custom = [kernel for kernel in kernels if kernel.is_custom]
-    found = [kernel for kernel in custom if name in kernel.name]
-    check(len(found) == 1, f"expected one kernel named {name}, found {_words(kernel.name for kernel in custom)}")
-    return found[0]
+def find_cost(kernels: Sequence[Kernel], launch: Launch, chip: Chip) -> Cost:
+    """The cost of the one kernel whose name contains that of the launch."""
+    found = [kernel for kernel in kernels if launch.kernel in kernel.name]
+    names = _words(kernel.name for kernel in kernels)
+    check(len(found) == 1, f"expected one kernel named {launch.kernel}, found {names}")
+    return cost(found[0], launch, chip)
 
 
 def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:

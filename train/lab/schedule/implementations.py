@@ -14,16 +14,7 @@ from dataclasses import asdict
 
 from posjax.attention.tiles import Blocks
 from train.lab.schedule.compiling import compile_for
-from train.lab.schedule.cost import (
-    Cost,
-    Executions,
-    Implementation,
-    KernelProgram,
-    KernelShape,
-    Launch,
-    cost,
-    find_kernel,
-)
+from train.lab.schedule.cost import Cost, Executions, Implementation, KernelProgram, KernelShape, Launch, find_cost
 from train.lab.schedule.posjax_kernels import POSJAX_KERNELS, forward_products
 from train.runtime.chips import CHIPS
 
@@ -38,7 +29,7 @@ def schedule_of(name: str, chip: str, shape: KernelShape, blocks: Blocks, timeou
     arguments = {"name": name, "shape": asdict(shape), "blocks": blocks, "chip": chip}
     compiled = compile_for(chip, "train.lab.schedule.implementations:make", arguments, timeout=timeout)
     launch = SCHEDULED[name].program(shape, blocks, chip).launch
-    return cost(find_kernel(compiled.kernels, launch.kernel), launch, CHIPS[chip]), compiled.temp_bytes
+    return find_cost(compiled.kernels, launch, CHIPS[chip]), compiled.temp_bytes
 
 
 def causal_tiles(shape: KernelShape, blocks: Blocks) -> int:

@@ -53,6 +53,11 @@ class Breakdown:
     collectives: dict[tuple[str, str], Total] = field(default_factory=lambda: defaultdict(Total))
     flops: float = 0.0  # of matrix products on a device; those of kernels are unknown
 
+    @property
+    def has_unknown(self) -> bool:
+        """Whether the time of a kernel is unknown, so that the step takes longer."""
+        return any(launches.seconds is None for launches in self.kernels.values())
+
 
 def measure(name: str, simulator: Simulator, memory: Memory, tokens: int, widths: Widths) -> Breakdown:
     """Simulates a program and sums its instructions by part and pass.

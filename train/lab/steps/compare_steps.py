@@ -14,7 +14,7 @@ from train.config import Config
 from train.lab.steps import saved_step
 from train.lab.steps.breakdown import Breakdown, Total, measure
 from train.lab.steps.foreign_kernels import AnyKernels
-from train.lab.steps.parts import PARTS, PASSES, Widths
+from train.lab.steps.parts import AGAIN, BACKWARD, FORWARD, PARTS, PASSES, Widths
 from train.lab.steps.saved_step import SavedStep
 from train.model.build import Setup
 from train.model.flops import update_flops
@@ -24,7 +24,6 @@ from train.plan.pods import GIB, Pod, pod_of
 from train.plan.report import compiled_with, new_console
 from train.plan.report import show as show_plan
 
-_PASSES = PASSES[:3]
 _SHOWN = 1e-3
 """Parts with a smaller share of a step are left out."""
 
@@ -106,7 +105,7 @@ def _table(breakdowns: Sequence[Breakdown], flops: float, pod: Pod) -> Table:
     for part in PARTS:
         if any(_whole(breakdown, part) >= _SHOWN * breakdown.tally.seconds for breakdown in breakdowns):
             table.add_row(part, *(_passes(breakdown, part) for breakdown in breakdowns))
-    table.add_row("kernels", *(f"{_least(breakdown)}{breakdown.tally.kernels:.3g}" for breakdown in breakdowns))
+    table.add_row("kernels", *(f"{_bound('>', breakdown)}{breakdown.tally.kernels:.3g}" for breakdown in breakdowns))
     table.add_row("waiting for collectives", *(f"{breakdown.tally.exposed:.3g}" for breakdown in breakdowns))
     table.add_section()
     for key in _keys(breakdown.kernels for breakdown in breakdowns):
@@ -125,22 +124,17 @@ def _heads(flops: float, pod: Pod) -> dict:
         "tokens of a step and chip": lambda one: f"{one.tokens / pod.chips:,.0f}",
         "model TFLOP of a chip": lambda one: f"{flops * one.tokens / pod.chips / 1e12:,.4g}",
         "TFLOP executed, kernels left out": lambda one: f"{one.flops * pod.links.devices / 1e12:,.4g}",
-        "step": lambda one: f"{_least(one)}{one.tally.seconds:.4g}",
-        "tokens a second and chip": lambda one: f"{_most(one)}{one.tokens / one.tally.seconds / pod.chips:,.0f}",
-        "MFU": lambda one: f"{_most(one)}{one.tokens * flops / one.tally.seconds / pod.chips / pod.peak_flops:.1%}",
+        "step": lambda one: f"{_bound('>', one)}{one.tally.seconds:.4g}",
+        "tokens a second and chip": lambda one: f"{_bound('<', one)}{one.tokens / one.tally.seconds / pod.chips:,.0f}",
+        "MFU": lambda one: (
+            f"{_bound('<', one)}{one.tokens * flops / one.tally.seconds / pod.chips / pod.peak_flops:.1%}"
+        ),
     }
 
 
-def _has_unknown(breakdown: Breakdown) -> bool:
-    return any(launches.seconds is None for launches in breakdown.kernels.values())
-
-
-def _least(breakdown: Breakdown) -> str:
-    return "> " if _has_unknown(breakdown) else ""
-
-
-def _most(breakdown: Breakdown) -> str:
-    return "< " if _has_unknown(breakdown) else ""
+def _bound(sign: str, breakdown: Breakdown) -> str:
+    """The sign before a number that is only a bound."""
+    return f"{sign} " if breakdown.has_unknown else ""
 
 
 def _whole(breakdown: Breakdown, part: str) -> float:
@@ -150,7 +144,7 @@ def _whole(breakdown: Breakdown, part: str) -> float:
 
 def _passes(breakdown: Breakdown, part: str) -> str:
     """``2.005 = .556 / .440 / 1.009``; time that belongs to no pass is only in the sum."""
-    each, whole = [breakdown.parts[part, name] for name in _PASSES], _whole(breakdown, part)
+    each, whole = [breakdown.parts[part, name] for name in (FORWARD, AGAIN, BACKWARD)], _whole(breakdown, part)
     return f"{whole:.3g} = " + " / ".join(f"{seconds:.3g}" for seconds in each) if sum(each) else f"{whole:.3g}"
 
 

@@ -78,8 +78,7 @@ class AnyKernels(Kernels):
     def _dumped(self) -> dict[str, Kernel]:
         """Kernels by the names of their calls, and by these names without numbers."""
         found = () if self.schedules is None else read_kernels(self.schedules, self.pod.chip.branch_slots, "splash")
-        custom = {kernel.name: kernel for kernel in found if kernel.is_custom}
-        return {**{_base(name): kernel for name, kernel in custom.items()}, **custom}
+        return {**{_base(kernel.name): kernel for kernel in found}, **{kernel.name: kernel for kernel in found}}
 
 
 def _base(name: str) -> str:

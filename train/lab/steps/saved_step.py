@@ -97,7 +97,10 @@ def read(folder: Path, pod: Pod) -> SavedStep:
     """
     for name in (PROGRAM, STEP):
         check((folder / name).is_file(), f"--against: {folder}: expected {PROGRAM} and {STEP}, found no {name}")
-    file = _step_file(folder / STEP)
+    try:
+        file = section(json.loads((folder / STEP).read_text(encoding="utf-8")), StepFile, "step")
+    except ValueError as error:
+        raise ValueError(f"--against: {folder / STEP}: {in_a_line(error, 400)}") from None
     devices = pod.devices // pod.slices
     check(
         len(file.coordinates) == devices,
@@ -108,13 +111,6 @@ def read(folder: Path, pod: Pod) -> SavedStep:
     step = CompiledStep(text, _memory(file.memory), dict(file.axes), file.coordinates, file.flags)
     schedules = folder / SCHEDULES
     return SavedStep(folder.name, step, file.tokens, schedules if schedules.is_dir() else None)
-
-
-def _step_file(path: Path) -> StepFile:
-    try:
-        return section(json.loads(path.read_text(encoding="utf-8")), StepFile, "step")
-    except ValueError as error:
-        raise ValueError(f"--against: {path}: {in_a_line(error, 400)}") from None
 
 
 def _memory(sizes: Mapping[str, float]) -> Memory:
