@@ -188,10 +188,9 @@ def plan(
     """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and predict memory and speed"""
     config = load(path, overrides)
     if any(steps.values()):
-        from train.lab.steps.compare_steps import StepOptions, compare_steps
+        from train.lab.steps.compare_steps import compare_steps
 
-        options = StepOptions.of(**steps, flags=flags, sweep=sweep, evaluate=evaluate)
-        compare_steps(config, topology, slices, options)
+        compare_steps(config, topology, slices, **steps, flags=flags, sweep=sweep, evaluate=evaluate)
         return
     from train.plan.command import plan
 
@@ -264,10 +263,6 @@ _ARGUMENTS = {
             "action": "append",
             "default": [],
             "help": "compare a step kept in this folder, of any trainer, with ours; given twice, with each other",
-        },
-        "--blocks": {
-            "metavar": "Q,K",
-            "help": "tiles of attention kernels in those folders whose calls do not state them, as in 2048,1024",
         },
         "--flags": {
             "metavar": "FLAGS",

@@ -7,11 +7,11 @@ libraries and compiler. Time is the best of several calls after one that compile
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,9 @@ from rich.table import Table
 from posjax._checks import check
 from train.lab.gpu.config import GpuConfig
 from train.lab.libraries import BACKWARD, FORWARD, LIBRARIES, Shape, refuses
-from train.lab.schedule.config import ScheduleConfig
-from train.runtime.allocator import keep_memory
-from train.runtime.machine import processor, resident_peak_bytes, versions
-from train.runtime.paths import write_file
+from train.lab.schedule.bench import ScheduleConfig
+from train.runtime.machine import processor, versions
+from train.runtime.rows import write_rows
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,8 @@ class BenchConfig:
     @property
     def shapes(self) -> Iterator[Shape]:
         """Every shape to measure."""
-        for direction in self.directions:
-            for length in self.lengths:
-                yield Shape(length, self.num_heads, self.head_dim, self.dtype, direction)
+        for direction, length in itertools.product(self.directions, self.lengths):
+            yield Shape(length, self.num_heads, self.head_dim, self.dtype, direction)
 
 
 @dataclass(frozen=True)
@@ -82,15 +80,14 @@ def bench(config: BenchConfig) -> list[Timing]:
     config.directory.mkdir(parents=True, exist_ok=True)
     found = versions(("jax", "jaxlib", "torch"))
     results = []
-    for shape in config.shapes:
-        for name in config.libraries:
-            console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
-            results.append(measure(name, shape, config.repeats, config.timeout))
-    lines = [{"machine": processor(), "versions": found}, *map(dataclasses.asdict, results)]
-    write_file(config.directory / "bench.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    for shape, name in itertools.product(config.shapes, config.libraries):
+        console.print(f"[dim]{shape.direction}, {shape.length} tokens: {name} ...[/dim]")
+        results.append(measure(name, shape, config.repeats, config.timeout))
+    file = config.directory / "bench.jsonl"
+    write_rows(file, [{"machine": processor(), "versions": found}, *map(dataclasses.asdict, results)])
     console.print(table(config, results))
     console.print(f"{processor()} · " + " · ".join(f"{name} {version}" for name, version in found.items()))
-    console.print(f"numbers: {config.directory / 'bench.jsonl'}")
+    console.print(f"numbers: {file}")
     return results
 
 
@@ -100,17 +97,16 @@ def measure(name: str, shape: Shape, repeats: int, timeout: int) -> Timing:
     if problem:
         return Timing(name, shape, problem=problem)
     request = json.dumps({"library": name, "shape": dataclasses.asdict(shape), "repeats": repeats})
-    command = [sys.executable, "-m", "train.lab.bench", request]
+    command = [sys.executable, "-m", "train.lab.libraries", request]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return Timing(name, shape, problem=f"longer than {timeout} s")
     if done.returncode == -signal.SIGKILL or "RESOURCE_EXHAUSTED" in done.stderr:
         return Timing(name, shape, problem="out of memory")
-    if done.returncode < 0:
-        return Timing(name, shape, problem=f"died of signal {-done.returncode}")
     if done.returncode:
-        return Timing(name, shape, problem=(done.stderr.strip().splitlines() or ["failed"])[-1][:200])
+        words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return Timing(name, shape, problem=words[-1][:200])
     return Timing(name, shape, **json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -128,24 +124,3 @@ def table(config: BenchConfig, results: Sequence[Timing]) -> Table:
 
 def _cell(result: Timing) -> str:
     return result.problem or f"{result.seconds:.3f} s, {result.peak_bytes / 2**20:,.0f} MiB"
-
-
-def _child(order: str) -> None:
-    """Measures one library and prints the numbers as the last line."""
-    order = json.loads(order)
-    if Path("/proc/self/oom_score_adj").exists():
-        # If memory runs out, the system should kill this process, not its parent.
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    keep_memory()
-    run = LIBRARIES[order["library"]](Shape(**order["shape"]))
-    run()
-    times = []
-    for _ in range(order["repeats"]):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": min(times), "peak_bytes": resident_peak_bytes()}))
-
-
-if __name__ == "__main__":
-    _child(sys.argv[1])

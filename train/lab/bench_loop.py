@@ -3,8 +3,7 @@
 The loop is that of `fit`, with its data, logs, watchdog and clock, but without checkpoints and evaluation. It runs in
 blocks of ``train.log_every`` steps, so each block writes one line of metrics. Before each block the devices become
 idle, and a block of the same number of bare steps runs: the same program, over one batch that is already on the
-devices. So other load on the machine affects both equally. Processor time, which is shown with wall-clock time, hardly
-depends on such load.
+devices. So other load on the machine affects both equally.
 """
 
 import dataclasses
@@ -15,12 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from train.checkpoint.manager import Checkpoints
 from train.config import Config
+from train.config.typed import changed
 from train.loop.fit import Run, prepare
 from train.monitor.monitor import Monitor
 from train.runtime.allocator import keep_memory_on_cpu
@@ -31,77 +31,53 @@ WARM_BLOCKS = 2
 """Blocks at the beginning that are not counted: they compile, and fill caches."""
 
 
-class Seconds(NamedTuple):
-    """Seconds of wall-clock time, and of processor time over all threads."""
-
-    wall: float
-    processor: float
-
-
-def now() -> Seconds:
-    """The current time of both clocks."""
-    return Seconds(time.perf_counter(), time.process_time())
-
-
 @dataclass
 class TimedBlocks:
-    """Seconds per step in blocks of `size` steps, alternating between the loop and the bare step.
-
-    ``around(program)`` gives a program whose update runs the bare blocks and measures the time.
-    """
+    """Seconds per step in blocks of `size` steps, alternating between the loop and the bare step."""
 
     size: int
-    loop: list[Seconds] = field(default_factory=list)
-    bare: list[Seconds] = field(default_factory=list)
-    clock: Callable[[], Seconds] = now
-    _steps: int = 0
-    _began: Seconds | None = None
+    loop: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
+    clock: Callable[[], float] = time.perf_counter
 
     def around(self, program: Any) -> Any:
         """`program` with an update that also runs and times the bare blocks."""
-        bare_state = [None]
+        steps, began, bare = 0, None, None
 
         def update(given: Any, state: Any, batch: Any) -> Any:
-            if self._steps % self.size == 0:
-                self._turn(program, bare_state, state, batch)
-            self._steps += 1
+            nonlocal steps, began, bare
+            if steps % self.size == 0:
+                jax.block_until_ready((state, batch))
+                if began is not None:
+                    self.loop.append((self.clock() - began) / self.size)
+                bare = self._block(program, program.initialize(given.seed) if bare is None else bare, batch)
+                began = self.clock()
+            steps += 1
             return program.update(given, state, batch)
 
         return dataclasses.replace(program, update=update)
 
-    def _turn(self, program: Any, own: list, state: Any, batch: Any) -> None:
-        """Call it after a block of the loop: records its time, and runs a bare block.
-
-        `own` holds the state of the bare steps; None before the first block.
-        """
-        jax.block_until_ready((state, batch))
-        if self._began:
-            self.loop.append(self._since(self._began))
-        own[0] = program.initialize(program.given.seed) if own[0] is None else own[0]
+    def _block(self, program: Any, state: Any, batch: Any) -> Any:
+        """Runs and times a bare block; returns its last state."""
         began = self.clock()
         for _ in range(self.size):
-            own[0], metrics = program.update(program.given, own[0], batch)
-        jax.block_until_ready((own[0], metrics))
-        self.bare.append(self._since(began))
-        self._began = self.clock()
+            state, metrics = program.update(program.given, state, batch)
+        jax.block_until_ready((state, metrics))
+        self.bare.append((self.clock() - began) / self.size)
+        return state
 
-    def _since(self, began: Seconds) -> Seconds:
-        return Seconds(*((end - start) / self.size for end, start in zip(self.clock(), began, strict=True)))
-
-    def medians(self) -> tuple[Seconds, Seconds]:
-        """The times of a step of the loop and of a bare step, without the first blocks."""
-        both = self.loop[WARM_BLOCKS:], self.bare[WARM_BLOCKS : len(self.loop)]
-        return tuple(Seconds(*map(statistics.median, zip(*blocks, strict=True))) for blocks in both)
+    def medians(self) -> tuple[float, float]:
+        """The seconds of a step of the loop and of a bare step, without the first blocks."""
+        return statistics.median(self.loop[WARM_BLOCKS:]), statistics.median(self.bare[WARM_BLOCKS : len(self.loop)])
 
 
-def bench_loop(config: Config) -> tuple[Seconds, Seconds]:
-    """Measures the first stage of a config; prints and returns the medians. No files are kept."""
+def bench_loop(config: Config) -> tuple[float, float]:
+    """Measures the first stage of a config; prints and returns the medians in seconds. No files are kept."""
     keep_memory_on_cpu()
     size = config.train.log_every
     steps = BLOCKS * size + 1
-    train = dataclasses.replace(config.stage(0).train, steps=steps, checkpoint_every=steps)
-    monitor = dataclasses.replace(config.monitor, evaluate_every=0, profile=())
-    config = dataclasses.replace(config.stage(0), train=train, monitor=monitor)
+    changes = {"train": {"steps": steps, "checkpoint_every": steps}, "monitor": {"evaluate_every": 0, "profile": ()}}
+    config = changed(config.stage(0), changes, "")
     blocks = TimedBlocks(size)
     (stage,) = prepare(config)
     stage = dataclasses.replace(stage, program=blocks.around(stage.program))
@@ -113,6 +89,5 @@ def bench_loop(config: Config) -> tuple[Seconds, Seconds]:
         Run(config, [stage], checkpoints, None, monitor, threading.Event()).train()
     loop, bare = blocks.medians()
     print(f"{processor()} · medians of {BLOCKS - WARM_BLOCKS} blocks of {size} steps in turn")
-    for name, ours, least in zip(("wall-clock", "processor"), loop, bare, strict=True):
-        print(f"{name}: the loop {1e3 * ours:.3f} ms a step · bare {1e3 * least:.3f} ms · {ours / least - 1:+.2%}")
+    print(f"the loop {1e3 * loop:.3f} ms a step · bare {1e3 * bare:.3f} ms · {loop / bare - 1:+.2%}")
     return loop, bare

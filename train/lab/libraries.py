@@ -2,14 +2,28 @@
 
 Each takes a `Shape` and returns a function that runs attention once and waits for the result: the forward pass, or
 forward and backward with respect to q, k and v. All use inputs from the same normal distribution.
+
+``python -m train.lab.libraries`` is the process that `train.lab.bench` starts for each measurement.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+import sys
+import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import posjax as pj
+from train.runtime.allocator import keep_memory
+from train.runtime.machine import resident_peak_bytes
 
 FORWARD, BACKWARD = "forward", "forward + backward"
 
@@ -27,7 +41,6 @@ class Shape:
 
 def posjax_blockwise(shape: Shape) -> Callable[[], Any]:
     """posjax's blockwise attention, in linear memory."""
-    import posjax as pj
 
     def attend(q, k, v):
         return pj.attention(q, k, v, bias=pj.bias.ALiBi(), mask=pj.masks.Causal(), implementation="blockwise")
@@ -37,11 +50,6 @@ def posjax_blockwise(shape: Shape) -> Callable[[], Any]:
 
 def jax_nn(shape: Shape) -> Callable[[], Any]:
     """jax.nn.dot_product_attention with the bias as an array."""
-    import jax
-    import jax.numpy as jnp
-
-    import posjax as pj
-
     positions = jnp.arange(shape.length)
     bias = jax.jit(lambda: pj.alibi_bias(shape.heads, positions, positions)[None].astype(shape.dtype))()
 
@@ -56,7 +64,7 @@ def torch_flex(shape: Shape) -> Callable[[], Any]:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    slopes = _torch_slopes(shape.heads)
+    slopes = torch.tensor(pj.alibi_slopes(shape.heads).tolist())
     block_mask = create_block_mask(
         lambda b, h, i, j: j <= i, None, None, shape.length, shape.length, device="cpu", _compile=True
     )
@@ -72,10 +80,9 @@ def torch_sdpa(shape: Shape) -> Callable[[], Any]:
     """torch.nn.functional.scaled_dot_product_attention with the bias as a mask."""
     import torch
 
-    i = torch.arange(shape.length)
+    i, slopes = torch.arange(shape.length), torch.tensor(pj.alibi_slopes(shape.heads).tolist())
     r = i[:, None] - i[None, :]
-    bias = (-_torch_slopes(shape.heads)[:, None, None] * r).masked_fill(r < 0, float("-inf"))[None]
-    bias = bias.to(getattr(torch, shape.dtype))
+    bias = (-slopes[:, None, None] * r).masked_fill(r < 0, float("-inf"))[None].to(getattr(torch, shape.dtype))
 
     def attend(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
@@ -84,30 +91,17 @@ def torch_sdpa(shape: Shape) -> Callable[[], Any]:
 
 
 def _jax_call(attend, shape: Shape, *rest) -> Callable[[], Any]:
-    import jax
-
     q, k, v, d_out = (
         jax.random.normal(key, (1, shape.length, shape.heads, shape.head_dim), shape.dtype)
         for key in jax.random.split(jax.random.key(0), 4)
     )
 
-    def both(q, k, v, d_out, *rest):
+    def both(d_out, q, k, v, *rest):
         out, transpose = jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)
         return out, transpose(d_out)
 
-    if shape.direction == FORWARD:
-        run, arguments = jax.jit(attend), (q, k, v, *rest)
-    else:
-        run, arguments = jax.jit(both), (q, k, v, d_out, *rest)
-    return lambda: jax.block_until_ready(run(*arguments))
-
-
-def _torch_slopes(heads: int):
-    import torch
-
-    import posjax as pj
-
-    return torch.from_numpy(pj.alibi_slopes(heads).__array__().copy())
+    run = jax.jit(attend) if shape.direction == FORWARD else partial(jax.jit(both), d_out)
+    return lambda: jax.block_until_ready(run(q, k, v, *rest))
 
 
 def _torch_call(attend, shape: Shape) -> Callable[[], Any]:
@@ -143,3 +137,23 @@ def refuses(name: str, shape: Shape) -> str | None:
     if name == "torch flex" and shape.direction == BACKWARD:
         return "has no backward on CPU"
     return None
+
+
+def _measure(library: str, shape: dict[str, Any], repeats: int) -> dict[str, float]:
+    """The best time of several calls after one that compiles, and the peak memory of this process."""
+    if Path("/proc/self/oom_score_adj").exists():
+        # If memory runs out, the system should kill this process, not its parent.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    keep_memory()
+    run = LIBRARIES[library](Shape(**shape))
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return {"seconds": min(times), "peak_bytes": resident_peak_bytes()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(**json.loads(sys.argv[1]))))

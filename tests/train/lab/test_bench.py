@@ -56,7 +56,7 @@ REFUSALS = [
     ("num_heads", {"num_heads": 0}),
     ("libraries", {"libraries": ["posjx"]}),
     ("schedule.num_heads", {"schedule": {"num_heads": 0}}),
-    ("schedule.layers", {"schedule": {"layers": ["ropes"]}}),
+    ("schedule.implementations", {"schedule": {"implementations": ["splash"]}}),
     ("chips", {"schedule": {"chips": ["v5e"]}}),
     ("gpu.forms", {"gpu": {"forms": ["alibis"]}}),
     ("gpu.decode_kv_heads", {"gpu": {"decode_kv_heads": [3]}}),

@@ -20,8 +20,8 @@ def test_the_sizes_and_blocks_of_another_librarys_kernel_are_read_from_its_call(
     # JSON in a string in JSON, on separate lines, as in a program
     written = "{\n" + json.dumps({"xprof_metadata": json.dumps(sizes)}, separators=(",", ":"))[1:-1] + "\n}"
     q = "bf16[3,2,4096,128]{3,2,1,0}"
-    line = call("splash_mha_dkv.1", f"({q}, f32[3,2,4096])", f"s8[1,4,4]{{2,1,0}}, {q}, {q}, {q}", written)
-    assert foreign_call(line) == ("splash_mha_dkv.1", 6, 4096, 4096, 128, (2048, 512, 256))
+    line = call("splash_mha_dkv.1", f"({q}, {q}, {q})", f"s8[1,4,4]{{2,1,0}}, {q}, {q}, {q}", written)
+    assert foreign_call(line) == ("splash_mha_dkv.1", 6, 4096, 4096, 128, (2048, 512, 256), True)
     assert AnyKernels(pod_of("v6e:2x2"), everything).seconds(line) is None  # no schedules
 
 

@@ -63,8 +63,6 @@ STAGES = "stages=[{name: first}, {name: second}]"
         ),  # nothing fits
         ("first, second", ["--topology", "v6e:2x2", "--keep", "folder", STAGES]),
         ("--keep", ["--topology", "v6e:2x2", "--against", "a", "--against", "b", "--keep", "c"]),
-        ("--blocks", ["--topology", "v6e:2x2", "--blocks", "1024,1024"]),
-        ("--blocks", ["--topology", "v6e:2x2", "--against", "a", "--blocks", "0,1024"]),
         ("--evaluate", ["--topology", "v6e:2x2", "--evaluate", "--keep", "kept"]),
     ],
 )

@@ -58,6 +58,6 @@ class LanguagesConfig:
 
     def lengths(self, language: Language) -> tuple[int, tuple[int, ...]]:
         """The longest length to train a language on, and those to test it at."""
-        return (
-            (self.train_side, self.test_sides) if language.level == "grid" else (self.train_length, self.test_lengths)
-        )
+        if language.level == "grid":
+            return self.train_side, self.test_sides
+        return self.train_length, self.test_lengths

@@ -1,9 +1,9 @@
 """Languages whose difficulty is length: strings of formal languages, and grids.
 
 The strings are tasks of Deletang et al. (arXiv 2207.02098, appendix A), by which Ruoss et al. (arXiv 2305.16843) and
-kexue.fm/archives/9444 compare position encodings. Each has a level of the Chomsky hierarchy: regular (R), deterministic
-context-free (DCF), context-sensitive (CS). After a string comes one slot for each symbol of its answer; a bidirectional
-model predicts the answer there.
+kexue.fm/archives/9444 compare position encodings. Each has a level of the Chomsky hierarchy: regular (R) or
+context-sensitive (CS). After a string comes one slot for each symbol of its answer; a bidirectional model predicts the
+answer there.
 
 A generator draws one example from a key and a length, which may be traced, into a buffer of static size. Symbol s is
 token ``FIRST + s``; padding follows the example.
@@ -42,37 +42,16 @@ def even_pairs(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Exampl
     return _ask(symbols, length, 1, symbols[0] != symbols[length - 1])
 
 
-def parity(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
-    """R. Is the number of ``b`` in a string over {a, b} odd?"""
-    symbols = jax.random.randint(key, size, 0, 2)
-    return _ask(symbols, length, 1, jnp.sum(symbols, where=jnp.arange(size) < length) % 2)
-
-
 def cycle_navigation(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
     """R. Where does a walk end that starts at position 0 of 5 on a circle? Symbols: a step back, none, a step ahead."""
     symbols = jax.random.randint(key, size, 0, 3)
     return _ask(symbols, length, 1, jnp.sum(symbols - 1, where=jnp.arange(size) < length) % 5)
 
 
-def reverse_string(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
-    """DCF. The string over {a, b}, from its end to its start."""
-    symbols = jax.random.randint(key, size, 0, 2)
-    return _ask(symbols, length, length, symbols[length - 1 - jnp.arange(size)])
-
-
 def bucket_sort(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
     """CS. The string over five ordered symbols, sorted."""
     symbols = jax.random.randint(key, size, 0, 5)
     return _ask(symbols, length, length, jnp.sort(jnp.where(jnp.arange(size) < length, symbols, 5)))
-
-
-def missing_duplicate(key: Key[Array, ""], length: Int[Array, ""], size: int) -> Example:
-    """CS. Which symbol of ``w w``, w over {a, b}, is replaced by a third symbol? The length is even, at least 2."""
-    half = jnp.maximum(length // 2, 1)
-    for_symbols, for_position = jax.random.split(key)
-    symbols = jax.random.randint(for_symbols, size, 0, 2)[jnp.arange(size) % half]
-    position = jax.random.randint(for_position, (), 0, 2 * half)
-    return _ask(symbols.at[position].set(2), 2 * half, 1, symbols[position])
 
 
 def _ask(symbols, length, slots, answers) -> Example:
@@ -128,11 +107,8 @@ class Language:
 
 LANGUAGES: dict[str, Language] = {
     "even pairs": Language("R", 2, even_pairs),
-    "parity": Language("R", 2, parity),
     "cycle navigation": Language("R", 5, cycle_navigation),
-    "reverse string": Language("DCF", 2, reverse_string, lambda length: 2 * length),
     "bucket sort": Language("CS", 5, bucket_sort, lambda length: 2 * length),
-    "missing duplicate": Language("CS", 2, missing_duplicate),
     "grid neighbours": Language("grid", COLOUR_COUNT, grid_neighbours, lambda side: side**2 + 1),
 }
 """Every language, by the name that configurations use."""

@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from train.lab.formal_languages.config import LanguagesConfig
 from train.lab.formal_languages.generators import LANGUAGES
 from train.lab.formal_languages.trainer import check_fit, train_and_test
-from train.report import style
+from train.report import numbers, style
+from train.report.figures import Panel, draw_panels, groups
+from train.report.tables import Table, headings, percent, shown, table
 from train.runtime.paths import path
 from train.runtime.rows import write_rows
 
@@ -18,8 +20,8 @@ from train.runtime.rows import write_rows
 def run(config: LanguagesConfig) -> list[dict[str, Any]]:
     """Trains and tests everything, prints a table for each language, and writes ``results.jsonl`` and ``figure.png``.
 
-    A row of results is the accuracy of one scheme on one language at one length. Raises ValueError for what cannot be
-    built, before anything is trained.
+    A row of results is the accuracy of one scheme on one language at one length, with the columns of a task. Raises
+    ValueError for what cannot be built, before anything is trained.
     """
     pairs = [(name, entry) for name in config.languages for entry in config.entries(LANGUAGES[name])]
     for name, entry in pairs:
@@ -30,62 +32,42 @@ def run(config: LanguagesConfig) -> list[dict[str, Any]]:
     console, rows = Console(), []
     directory = path(config.output) / config.name
     directory.mkdir(parents=True, exist_ok=True)
+    fixed = {"base": None, "error": None, "depth": None, "seed": config.seed}
     for name, entry in pairs:
-        start = time.perf_counter()
-        found = train_and_test(LANGUAGES[name], entry, config)
+        start, language = time.perf_counter(), LANGUAGES[name]
+        found = train_and_test(language, entry, config)
         console.print(f"[dim]{name}: {entry.label}, {time.perf_counter() - start:.0f} s[/dim]")
-        about = {"language": name, "level": LANGUAGES[name].level, "label": entry.label, "seed": config.seed}
+        about = {"task": name, "label": entry.label, "train_length": config.lengths(language)[0], **fixed}
+        about |= {"chance": 1 / language.classes, "cases": config.batch * config.test_batches}
         rows += [about | {"length": length, "accuracy": accuracy} for length, accuracy in found.items()]
         write_rows(directory / "results.jsonl", rows)
-    for name in config.languages:
-        console.print(table(name, rows, config))
-    (directory / "figure.png").write_bytes(draw(rows, config))
+    for name, mine in numbers.grouped(rows, "task").items():
+        accuracies(name, mine).show(console)
+    (directory / "figure.png").write_bytes(draw(rows))
     console.print(f"numbers: {directory / 'results.jsonl'} · figure: {directory / 'figure.png'}")
     return rows
 
 
-def curves(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """The accuracies of one language, by scheme and length."""
-    found: dict[str, dict[int, float]] = {}
-    for row in (row for row in rows if row["language"] == name):
-        found.setdefault(row["label"], {})[row["length"]] = row["accuracy"]
-    return found
-
-
-def table(name: str, rows: Sequence[dict[str, Any]], config: LanguagesConfig) -> Table:
+def accuracies(name: str, rows: Sequence[dict[str, Any]]) -> Table:
     """The accuracies of one language in percent, one row a scheme, one column a length."""
-    language = LANGUAGES[name]
-    longest, lengths = config.lengths(language)
-    guessing = f"guessing {100 / language.classes:.0f}"
-    title = f"{name} ({language.level}): accuracy in %, {guessing}, trained up to length {longest}"
-    grid = Table("scheme", *map(str, lengths), title=title, min_width=len(title))
-    for label, points in curves(name, rows).items():
-        grid.add_row(label, *(f"{100 * accuracy:.1f}" for accuracy in points.values()))
-    return grid
+    lengths, level = numbers.lengths(rows), LANGUAGES[name].level
+    points = {label: numbers.accuracies(rows, label) for label in numbers.labels(rows)}
+    body = {label: [shown(mine[length], percent) for length in lengths] for label, mine in points.items()}
+    title = f"{name} ({level}): right answers in %; a guess has {percent(rows[0]['chance'])}"
+    return table(title, headings(lengths, numbers.train_length(rows)), body)
 
 
-def draw(rows: Sequence[dict[str, Any]], config: LanguagesConfig) -> bytes:
-    """A panel for each language, as a PNG: accuracy against length.
+def draw(rows: Sequence[dict[str, Any]]) -> bytes:
+    """A panel for each language, as a PNG: accuracy against length; a dotted line is the level of guessing."""
 
-    The dashed line is the training length, the dotted one the level of guessing.
-    """
-    columns = min(2, len(config.languages))
-    figure = style.new_figure(style.WIDTH, 3.7 * -(-len(config.languages) // columns))
-    for n, name in enumerate(config.languages, 1):
-        _panel(figure.add_subplot(-(-len(config.languages) // columns), columns, n), name, rows, config)
-    figure.supylabel("accuracy")
-    return style.png(figure)
+    def axes(panel: Any, mine: Sequence[dict[str, Any]]) -> None:
+        style.length_axis(panel, "length", numbers.lengths(mine), numbers.train_length(mine))
+        style.share_axis(panel)
+        panel.axhline(mine[0]["chance"], color="#888888", linestyle=":", linewidth=1.0, label="_guess")
 
-
-def _panel(panel: Any, name: str, rows: Sequence[dict[str, Any]], config: LanguagesConfig) -> None:
-    language = LANGUAGES[name]
-    longest, lengths = config.lengths(language)
-    for n, (label, points) in enumerate(curves(name, rows).items()):
-        colour, marker = style.COLOURS[n % len(style.COLOURS)], style.MARKERS[n % len(style.MARKERS)]
-        panel.plot(list(points), list(points.values()), color=colour, marker=marker, label=label)
-    panel.axhline(1 / language.classes, color="#888888", linestyle=":")
-    panel.axvline(longest, color="#888888", linestyle="--")
-    panel.set(
-        title=f"{name} ({language.level})", xlabel="side" if language.level == "grid" else "length", ylim=(0, 1.03)
-    )
-    panel.set_xticks(lengths)
+    panels = [
+        Panel(name, mine, group, numbers.accuracies, partial(axes, mine=mine))
+        for name, mine in numbers.grouped(rows, "task").items()
+        for group in groups(mine)
+    ]
+    return draw_panels(panels, "accuracy", share=False, height=3.7)

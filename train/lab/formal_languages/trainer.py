@@ -81,12 +81,8 @@ def check_fit(language: Language, entry: SchemeConfig, config: LanguagesConfig) 
     jax.eval_shape(functools.partial(count, graph), state, *batch)
 
 
-@functools.cache
-def make_optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
-    """Adam after clipping, with a warm-up over a tenth of the steps and half a cosine down to 0.
-
-    Cached: the same arguments give the same object, so models of one shape share one compiled ``update``.
-    """
+def optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
+    """Adam after clipping, with a warm-up over a tenth of the steps and half a cosine down to 0."""
     rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
 
@@ -96,15 +92,15 @@ def _logits(graph: Any, state: Any, example: Example, where: dict[str, Array]):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
-def update(graph: Any, optimizer: Any, state: Any, moments: Any, example: Example, where: dict[str, Array]):
-    """One optimizer step on the mean loss of all targets: the next parameters and moments."""
+def update(graph: Any, rates: tuple[float, int], state: Any, moments: Any, example: Example, where: dict[str, Array]):
+    """One step of `optimizer(*rates)` on the mean loss of all targets: the next parameters and moments."""
 
     def loss(state):
         logits = _logits(graph, state, example, where)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, example.targets)
         return jnp.mean(losses, where=example.weights)
 
-    changes, moments = optimizer.update(jax.grad(loss)(state), moments, state)
+    changes, moments = optimizer(*rates).update(jax.grad(loss)(state), moments, state)
     return optax.apply_updates(state, changes), moments
 
 
@@ -120,12 +116,12 @@ def train_and_test(language: Language, entry: SchemeConfig, config: LanguagesCon
     longest, lengths = config.lengths(language)
     decoder, rule = build(entry, config)
     graph, state = nnx.split(nnx.jit(lambda: nn.Decoder(decoder, rngs=nnx.Rngs(config.seed)))())
-    optimizer = make_optimizer(config.learning_rate, config.steps)
-    moments = optimizer.init(state)
+    rates = config.learning_rate, config.steps
+    moments = optimizer(*rates).init(state)
     for_training, for_tests = jax.random.split(jax.random.key(config.seed))
     for step in range(config.steps):
         batch = draw(language, rule, jax.random.fold_in(for_training, step), config.batch, longest, True)
-        state, moments = update(graph, optimizer, state, moments, *batch)
+        state, moments = update(graph, rates, state, moments, *batch)
     accuracies = {}
     for length in lengths:
         keys = jax.random.split(jax.random.fold_in(for_tests, length), config.test_batches)

@@ -1,4 +1,4 @@
-"""From bundles to cycles: a kernel's parts, times how often each one runs.
+"""From bundles to cycles: programs to compile, and a kernel's parts, times how often each one runs.
 
 A schedule gives the cost of one run of a part, not how often it runs. The author of the kernel states that as
 `Executions`, in program order. They are matched to the compiler's parts, hot ones to hot ones.
@@ -6,10 +6,11 @@ A schedule gives the cost of one run of a part, not how often it runs. The autho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from posjax._checks import check
+from posjax.attention.tiles import Blocks
 from train.lab.schedule.kernels import Kernel, KernelPart
 from train.runtime.chips import Chip, Product
 
@@ -43,6 +44,36 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class KernelShape:
+    """The shape of the attention."""
+
+    length: int
+    heads: int
+    head_dim: int
+
+    @property
+    def causal_pairs(self) -> int:
+        """The query-key pairs of causal attention, over all heads: n (n + 1) / 2 for each."""
+        return self.heads * self.length * (self.length + 1) // 2
+
+
+@dataclass(frozen=True)
+class KernelProgram:
+    """A function to compile, built only in the compiling process, and what its author states about its kernel."""
+
+    make: Callable[[], tuple[Callable, list]]  # the function and its abstract arguments
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A family of programs, one for every choice of block sizes."""
+
+    program: Callable[[KernelShape, Blocks, str], KernelProgram]  # for one chip, by its name
+    sizes: tuple[Blocks, ...]
+
+
+@dataclass(frozen=True)
 class Hot:
     """One part that uses the matrix units."""
 
@@ -66,12 +97,6 @@ class Cost:
     memory_cycles: float  # that HBM needs to move the bytes, at the chip's bandwidth
     area: float
     needed: float  # the area that the mask allows
-    resident: tuple[str, ...] = ()  # operands that were moved into VMEM before, not by this kernel
-
-    @property
-    def total(self) -> float:
-        """Cycles of the whole launch, by bundles."""
-        return self.bundles * self.area / TILE**2
 
     @property
     def total_with_stalls(self) -> float:
@@ -84,12 +109,12 @@ class Cost:
         return self.bundles * self.area / self.needed
 
 
-def find_kernel(kernels: Sequence[Kernel], name: str) -> Kernel:
-    """The one kernel whose name contains this one."""
-    custom = [kernel for kernel in kernels if kernel.is_custom]
-    found = [kernel for kernel in custom if name in kernel.name]
-    check(len(found) == 1, f"expected one kernel named {name}, found {_words(kernel.name for kernel in custom)}")
-    return found[0]
+def find_cost(kernels: Sequence[Kernel], launch: Launch, chip: Chip) -> Cost:
+    """The cost of the one kernel whose name contains that of the launch."""
+    found = [kernel for kernel in kernels if launch.kernel in kernel.name]
+    names = _words(kernel.name for kernel in kernels)
+    check(len(found) == 1, f"expected one kernel named {launch.kernel}, found {names}")
+    return cost(found[0], launch, chip)
 
 
 def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:
@@ -113,7 +138,6 @@ def cost(kernel: Kernel, launch: Launch, chip: Chip) -> Cost:
         memory_cycles=per_tile * launch.moved_bytes / chip.bytes_per_cycle,
         area=launch.area,
         needed=launch.needed,
-        resident=kernel.resident,
     )
 
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from posjax._checks import check, check_choice
+from posjax._checks import check
+from posjax.attention.tiles import Blocks
 from posjax.attention.tpu.costs import BACKWARD, FORWARD
-from train.lab.schedule.config import ScheduleConfig
-from train.lab.schedule.cost import Cost
-from train.lab.schedule.implementations import schedule_of
-from train.lab.schedule.posjax_kernels import CAUSAL, target_of
-from train.lab.schedule.program import KernelShape
+from train.lab.schedule.bench import ScheduleConfig
+from train.lab.schedule.compiling import chip_names
+from train.lab.schedule.cost import Cost, KernelShape
+from train.lab.schedule.implementations import SCHEDULED, schedule_of
+from train.lab.schedule.posjax_kernels import BACK, BOUNDED, PLAIN, target_of
 from train.runtime.chips import CHIPS
-from train.runtime.compiler import DoesNotCompile, check_compiler
+from train.runtime.compiler import DoesNotCompile
 from train.runtime.machine import versions
 from train.runtime.paths import ROOT, write_file
 
-TileSizes = tuple[int, int, int]
-"""The block sizes of a kernel: queries, keys, part."""
 TileCosts = tuple[int, int, int]
 """Cycles of a whole tile, of a masked tile, and of a row."""
 
@@ -29,62 +28,33 @@ COSTS_FILE = ROOT / "posjax" / "attention" / "tpu" / "costs.py"
 COST_SHAPE = KernelShape(32768, 4, 128)
 """The causal attention for measuring costs: with so many rows of tiles that its start and end matter little."""
 
-FORWARD_SIZES = (
-    (256, 512, 512),
-    (512, 512, 512),
-    (512, 1024, 512),
-    (1024, 512, 512),
-    (1024, 1024, 512),
-    (1024, 2048, 256),
-    (1024, 2048, 512),
-    (1024, 4096, 512),
-    (1024, 4096, 1024),
-)
-BACKWARD_SIZES = (
-    (256, 512, 256),
-    (512, 512, 512),
-    (512, 1024, 512),
-    (1024, 512, 512),
-    (1024, 1024, 256),
-    (1024, 1024, 512),
-    (1024, 2048, 512),
-    (2048, 1024, 1024),
-    (2048, 2048, 512),
-)
-
 
 def write_costs(config: ScheduleConfig, chips: str, file: Path = COSTS_FILE) -> None:
     """Compiles the candidates for every chip, prints their costs, and writes the table."""
-    names = [name.strip() for name in chips.split(",")]
-    for name in names:
-        check_choice("--costs", name, tuple(CHIPS))
-    check_compiler()
     tables = [dict(FORWARD), dict(BACKWARD)]
-    for chip in names:
-        plain, bounded, backward = CAUSAL
-        kernels = bounded if target_of(chip).wide else plain, backward
-        for table, name, sizes in zip(tables, kernels, (FORWARD_SIZES, BACKWARD_SIZES), strict=True):
-            table[chip] = dict(entries(name, chip, sizes, config.timeout))
+    for chip in chip_names("--costs", chips):
+        kernels = BOUNDED if target_of(chip).wide else PLAIN, BACK
+        for table, name in zip(tables, kernels, strict=True):
+            table[chip] = dict(entries(name, chip, config.timeout))
             check(bool(table[chip]), f"{chip}: no candidate of {name!r} fits into fast memory")
     ordered = [{chip: table[chip] for chip in CHIPS if chip in table} for table in tables]
     write_file(file, module(*ordered, versions(("jax", "libtpu"))))
     print(f"written: {file}")
 
 
-def entries(name: str, chip: str, sizes: tuple[TileSizes, ...], timeout: int) -> Iterator[tuple[TileSizes, TileCosts]]:
-    """The cost of tiles of these sizes on a chip; sizes that do not fit into its fast memory are left out."""
-    for size in sizes:
-        blocks = dict(zip(("q", "kv", "part"), size, strict=True))
+def entries(name: str, chip: str, timeout: int) -> Iterator[tuple[Blocks, TileCosts]]:
+    """The cost of a kernel's tiles on a chip, by size; sizes that do not fit into its fast memory are left out."""
+    for size in SCHEDULED[name].sizes:
         try:
-            (cost,), _ = schedule_of(name, chip, COST_SHAPE, blocks, timeout)
+            cost, _ = schedule_of(name, chip, COST_SHAPE, size, timeout)
         except DoesNotCompile as error:
             if "memory space vmem" not in str(error):
                 raise
-            print(f"{chip}: {name}: {size} does not fit into fast memory")
+            print(f"{chip}: {name}: {tuple(size)} does not fit into fast memory")
             continue
-        outer = blocks["kv" if "backward" in name else "q"]
+        outer = size.k if name == BACK else size.q
         found = entry(cost, COST_SHAPE.heads * COST_SHAPE.length // outer)
-        print(f"{chip}: {name}: {size} {found}", flush=True)
+        print(f"{chip}: {name}: {tuple(size)} {found}", flush=True)
         yield size, found
 
 
@@ -118,8 +88,8 @@ def module(forward: Mapping, backward: Mapping, found: Mapping[str, str]) -> str
     return "\n".join((head, _table("FORWARD", forward), _table("BACKWARD", backward)))
 
 
-def _table(name: str, chips: Mapping[str, Mapping[TileSizes, TileCosts]]) -> str:
+def _table(name: str, chips: Mapping[str, Mapping[Blocks, TileCosts]]) -> str:
     lines = [f"{name} = {{"]
     for chip, table in chips.items():
-        lines += [f'    "{chip}": {{', *(f"        {size}: {cost}," for size, cost in table.items()), "    },"]
+        lines += [f'    "{chip}": {{', *(f"        {tuple(size)}: {cost}," for size, cost in table.items()), "    },"]
     return "\n".join([*lines, "}", ""])

@@ -8,6 +8,7 @@ target.
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Literal
 from posjax._checks import check
 
 _FINAL = re.compile(r"^(\d+)-(.+)-\d+-final_bundles\.txt$")
-_OPERAND = re.compile(r"inlined_call_operand\.vmem \[shape: (\S+?),? index")
+_CUSTOM = re.compile(r"/\* entry bundle.*= custom-call\(")
 _SLOTS = {"VLOAD:FILL": "FILL", "VSTORE:SPILL": "SPILL"}
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) (?: *([A-Z]{2}))? *: *(>*)", re.MULTILINE)
 _BRANCH = re.compile(r"sbr\.rel (?:\((!?%p\w+)\) )?target (?:= \$region(\d+)|bundleno = (\d+))")
@@ -32,7 +33,6 @@ class KernelPart:
     """One region of a kernel and its contents, without nested regions."""
 
     kind: str  # kernel, loop or branch
-    depth: int
     parent: int | None  # its index among the kernel's parts
     trips: int | None  # of a loop that counts to a constant
     bundles: int
@@ -47,59 +47,40 @@ class KernelPart:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, or one of XLA's own fusions: its parts in program order, the whole kernel first."""
+    """One kernel that is written by hand: its parts in program order, the whole kernel first."""
 
     name: str
-    is_custom: bool  # written by hand: a Pallas kernel
     parts: tuple[KernelPart, ...]
-    resident: tuple[str, ...]  # operands that the compiler moved into VMEM whole, before the kernel starts
-
-    @property
-    def bundles(self) -> int:
-        """The number of all its bundles."""
-        return sum(part.bundles for part in self.parts)
 
 
 def read_kernels(directory: Path, branch_slots: int, part: str = "") -> tuple[Kernel, ...]:
-    """Every kernel whose final schedule was dumped, or those with `part` in their names.
+    """Every kernel whose final schedule was dumped, or those with `part` in their names, without XLA's own fusions.
 
     If a name was compiled twice, the last one is taken.
     """
     found = {}
     for path in sorted(directory.iterdir()):
         match = _FINAL.match(path.name)
-        if match and match[2] != "TLP" and not match[2].startswith("<") and part in match[2]:
-            found[match[2]] = _read_kernel(path, match[1], match[2], branch_slots)
+        if match and part in match[2] and _CUSTOM.search(text := path.read_text()):
+            found[match[2]] = _read_kernel(path, text, match[1], match[2], branch_slots)
     return tuple(found.values())
 
 
-def _read_kernel(path: Path, stamp: str, name: str, branch_slots: int) -> Kernel:
+def _read_kernel(path: Path, text: str, stamp: str, name: str, branch_slots: int) -> Kernel:
     def sibling(kind: str) -> str:
-        return _only(path.parent, re.compile(rf"{stamp}-{re.escape(name)}-\d+-{kind}\.txt")).read_text()
+        found = list(path.parent.glob(f"{stamp}-{glob.escape(name)}-*-{kind}.txt"))
+        check(len(found) == 1, f"{name}: expected one listing of the kind {kind} in the dump, found {len(found)}")
+        return found[0].read_text()
 
-    text = path.read_text()
     final, scheduled = parse_listing(text, branch_slots), parse_listing(sibling("packed-bundles-post-ra"), branch_slots)
     names, rows = _utilization(sibling("final_hlo-static-per-bundle-utilization"))
     check(len(rows) == final.stop, f"{name}: {final.stop} bundles listed, {len(rows)} rows of utilization")
-    head = text[: text.find("\n", text.find("/* entry bundle"))]
-    is_custom = "= custom-call(" in head.rpartition("/* entry bundle")[2]
-    if not is_custom and _shape(final) != _shape(scheduled):
-        # XLA's own operations, such as `reverse` for 7x, may lose a loop between the two listings; their stalls are
-        # unknown.
-        scheduled = final
-    parts = tuple(_parts(final, scheduled, names, rows, name))
-    return Kernel(name, is_custom, parts, tuple(_OPERAND.findall(head)))
+    return Kernel(name, tuple(_parts(final, scheduled, names, rows, name)))
 
 
 def _shape(whole: Region) -> list[tuple[int, str]]:
     """The loops and branches of a listing, and how deep each is."""
     return [(depth, region.kind) for depth, region in whole.walk()]
-
-
-def _only(directory: Path, pattern: re.Pattern) -> Path:
-    found = [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
-    check(len(found) == 1, f"{pattern.pattern}: expected one such file in the dump, found {len(found)}")
-    return found[0]
 
 
 def _utilization(text: str) -> tuple[list[str], list[list[int]]]:
@@ -121,7 +102,7 @@ def _parts(
         del above[depth:]
         slots = dict(zip(names, map(sum, zip(*region.own(rows), strict=True)), strict=False))
         parent = above[-1] if above else None
-        yield KernelPart(region.kind, depth, parent, region.trips, region.bundles, clocked.bundles, slots)
+        yield KernelPart(region.kind, parent, region.trips, region.bundles, clocked.bundles, slots)
         above.append(index)
 
 
@@ -166,12 +147,12 @@ class _Bundle:
 def parse_listing(text: str, branch_slots: int) -> Region:
     """The control flow of a kernel from its listing; `branch_slots` bundles still run after every branch."""
     bundles = list(_bundles(text))
-    return _nest(Region("kernel", 0, len(bundles)), sorted(_regions(bundles, branch_slots), key=_outer_first))
 
+    def outer_first(region: Region) -> tuple:
+        # A loop's guard skips exactly the loop, so it is the outer of the two regions.
+        return region.start, -region.stop, region.kind
 
-def _outer_first(region: Region) -> tuple:
-    # A loop's guard skips exactly the loop, so it is the outer of the two regions.
-    return region.start, -region.stop, region.kind
+    return _nest(Region("kernel", 0, len(bundles)), sorted(_regions(bundles, branch_slots), key=outer_first))
 
 
 def _bundles(text: str) -> Iterator[_Bundle]:

@@ -6,16 +6,15 @@ The counts come from the plan of tiles that the kernels themselves use (`posjax.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posjax._axes import narrowed
 from posjax.attention.call import Call, RemappedPair
 from posjax.attention.formulas import bias_form
 from posjax.attention.platform import computed, everywhere
@@ -24,14 +23,11 @@ from posjax.attention.tpu.backend import TPU
 from posjax.attention.tpu.blocks import TARGETS, Target
 from posjax.attention.tpu.entry import Options
 from posjax.bias import T5, ALiBi, Kerple
-from posjax.masks import Beyond, Causal, FirstTokens, Mask, Segments, Window, block_bounds
+from posjax.masks import Beyond, Causal, FirstTokens, Mask, Segments, Window
 from posjax.positions import Range
-from train.lab.schedule.cost import Executions, Launch
-from train.lab.schedule.program import Implementation, KernelProgram, KernelShape
+from train.lab.schedule.cost import Executions, Implementation, KernelProgram, KernelShape, Launch
+from train.model.flops import prefix_pairs
 from train.runtime.chips import Product
-
-NUMBERS = (32, 8)
-"""The shape of a bias' learned numbers, for at most eight heads: rows of T5's table, or one row per parameter."""
 
 DOCUMENTS = 8
 """The number of equal segments that counts assume; the compiler does not know them."""
@@ -44,11 +40,12 @@ _ELSEWHERE = Blocks(512, 512, 512)
 class Case:
     """The arguments and options of attention, in addition to queries, keys and values."""
 
-    bias: Callable[[Any, int], Any] | None = None  # from learned numbers and the number of heads
-    mask: Callable[[Any], Mask] = lambda ids: Causal()  # from the tokens' segment ids
+    bias: Any = None  # one of `posjax.bias`
+    mask: Mask = field(default_factory=Causal)
+    packed: bool = False  # whether a row has several segments
     beyond: int | None = None  # the distance from which a second pair of features scores
-    bounded: bool | None = False  # whether a bound replaces the running maximum; None: as is best for the chip
-    learned: bool = False  # whether gradients of the bias' numbers are wanted
+    bounded: bool | None = None  # whether a bound replaces the running maximum; None: as is best for the chip
+    learned: bool = False  # whether gradients of the bias' parameters are wanted
 
     def is_bounded(self, chip: str) -> bool:
         """Whether a bound replaces the running maximum on a chip."""
@@ -60,77 +57,57 @@ def target_of(chip: str) -> Target:
     return next(found for found in TARGETS.values() if found.name == chip)
 
 
-def _alibi(numbers, heads: int):
-    return ALiBi().bind(num_heads=heads)
-
-
-def _learned_alibi(numbers, heads: int):
-    return ALiBi(learned=True).bind({"slopes": numbers[0, :heads]}, num_heads=heads)
-
-
-def _t5(numbers, heads: int):
-    return T5().bind({"table": numbers[:, :heads]}, num_heads=heads)
-
-
-def _kerple(numbers, heads: int):
-    return Kerple().bind({"a": numbers[0, :heads], "p": numbers[1, :heads]}, num_heads=heads)
-
-
-def _window(ids) -> Mask:
-    return Causal() & (Window(4096) | FirstTokens(4))
-
-
-def _segments(ids) -> Mask:
-    return Causal() & Segments(ids)
-
-
-def call(case: Case, q, k, v, numbers, ids) -> Call:
+def call(case: Case, q, k, v, params, ids) -> Call:
     """A call of attention, with its usual scale.
 
     The features of remapped pairs differ from those of near ones; their values do not matter.
     """
     heads, tokens = k.shape[1:3]
     remap = () if case.beyond is None else (RemappedPair(_other(q), _other(k), Beyond(case.beyond)),)
-    bias = case.bias and case.bias(numbers, heads)
-    return Call(q, k, v, bias, case.mask(ids), Range(0, tokens), Range(0, tokens), remap, scale=q.shape[-1] ** -0.5)
+    bias = case.bias and case.bias.bind(params, num_heads=heads)
+    mask = case.mask & Segments(ids) if case.packed else case.mask
+    return Call(q, k, v, bias, mask, Range(0, tokens), Range(0, tokens), remap, scale=q.shape[-1] ** -0.5)
 
 
 def _other(x):
     return x if isinstance(x, jax.ShapeDtypeStruct) else 2 * x
 
 
-def arguments(shape: KernelShape) -> list:
+def arguments(case: Case, shape: KernelShape) -> list:
     """Abstract arguments for `call`; every query head has its own keys."""
     keys = jax.ShapeDtypeStruct((1, shape.heads, shape.length, shape.head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((1, shape.heads, 1, *keys.shape[2:]), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, shape.length), jnp.int32)
-    return [queries, keys, keys, jax.ShapeDtypeStruct(NUMBERS, jnp.float32), ids]
+    params = jax.eval_shape(lambda: case.bias.init(jax.random.key(0), shape.heads)) if case.bias else {}
+    return [queries, keys, keys, params, ids]
 
 
-def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, int]:
-    """How many tiles of each kind a head has. Kinds that would occur only with other segments have 0 tiles."""
+class Tiles(NamedTuple):
+    """How many tiles of a kind all heads have, and how many of these are the first and the last of their block of
+    queries in the backward kernel."""
+
+    every: int
+    first: int
+    last: int
+
+
+def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, Tiles]:
+    """The tiles of each kind. Kinds that would occur only with other segments have none."""
     kinds: list[Kind] = []
-    jax.eval_shape(lambda ids: kinds.extend(_planned(case, shape, blocks, ids).kinds), arguments(shape)[-1])
+    jax.eval_shape(lambda ids: kinds.extend(_planned(case, shape, blocks, ids).kinds), arguments(case, shape)[-1])
     found = _planned(case, shape, blocks, documents(shape))
-    return dict.fromkeys(kinds, 0) | _counted(found, found.grid > 0)
+    visited = found.grid > 0
+    order = visited.cumsum(-1)
+    which = visited, visited & (order == 1), visited & (order == order[..., -1:])
+    counts = [Counter(found.grid[each].tolist()) for each in which]
+    numbers = {kind: n for n, kind in enumerate(found.kinds, start=1)}
+    return {kind: Tiles(*(shape.heads * count[numbers.get(kind)] for count in counts)) for kind in kinds}
 
 
 def _planned(case: Case, shape: KernelShape, blocks: Blocks, ids) -> TilePlan:
-    x = call(case, *arguments(shape)[:3], np.zeros(NUMBERS, np.float32), ids)
+    *qkv, params, _ = arguments(case, shape)
+    x = call(case, *qkv, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params), ids)
     return plan_tiles(x, blocks, constant_from=x.bias.constant_from if bias_form(x) == "by distance" else None)
-
-
-def _counted(plan: TilePlan, which) -> dict[Kind, int]:
-    """How many of the tiles where `which` is true are of each kind."""
-    counts = Counter(plan.grid[which].tolist())
-    return {kind: counts[n] for n, kind in enumerate(plan.kinds, start=1)}
-
-
-def ends(case: Case, shape: KernelShape, blocks: Blocks) -> tuple[dict[Kind, int], dict[Kind, int]]:
-    """How many tiles of each kind are the first, and the last, of their block of queries in the backward kernel."""
-    found = _planned(case, shape, blocks, documents(shape))
-    visited, count = found.grid > 0, (found.grid > 0).cumsum(-1)
-    return _counted(found, visited & (count == 1)), _counted(found, visited & (count == count[..., -1:]))
 
 
 def documents(shape: KernelShape) -> np.ndarray:
@@ -138,80 +115,61 @@ def documents(shape: KernelShape) -> np.ndarray:
     return (np.arange(shape.length, dtype=np.int32) * DOCUMENTS // shape.length)[None]
 
 
-@lru_cache
-def needed(case: Case, shape: KernelShape, size: int = 512) -> int:
+def needed(case: Case, shape: KernelShape) -> int:
     """The pairs that the mask allows, over all heads."""
-    mask, blocks = case.mask(documents(shape)), block_bounds(Range(0, shape.length), size)
-    some, every = (np.broadcast_to(x, (1, 1, *x.shape[-2:]))[0, 0] for x in mask.tiles(blocks, blocks))
-    pairs = every.sum() * size**2
-    for i, j in np.argwhere(some & ~every) * size:
-        part = narrowed(mask, queries=(i, size), keys=(j, size))
-        pairs += np.asarray(part.allowed(i + np.arange(size), j + np.arange(size))).sum()
-    return shape.heads * int(pairs)
+    parts = DOCUMENTS if case.packed else 1
+    return shape.heads * parts * int(prefix_pairs(case.mask, shape.length // parts)[-1])
 
 
-def forward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: str) -> KernelProgram:
+def forward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
     """The forward kernel: for each block of queries one loop for every kind of tile.
 
     If a bound replaces the running maximum, a row whose weights all vanish under it is computed again; these loops are
     counted as never run.
     """
-    blocks = Blocks(q, kv, part)
     counts = tiles(case, shape, blocks)
-    rows = shape.heads * shape.length // q
-    runs = [Executions("head start", shape.heads), *_runs(counts, shape, partial(_forward_products, blocks))]
+    rows = shape.heads * shape.length // blocks.q
+    runs = [Executions("head start", shape.heads), *_runs(counts, partial(forward_products, blocks, shape.head_dim))]
     if case.is_bounded(chip):
         runs += [Executions(f"{run.name}, again", 0, run.products) for run in runs if run.products]
-        lengths = ((8, shape.head_dim, q),) * (1 + (case.beyond is not None))
+        lengths = ((8, shape.head_dim, blocks.q),) * (1 + (case.beyond is not None))
         runs.insert(0, Executions("lengths of queries", rows, lengths))
-    moved = _moved(case, shape, blocks, counts, tokens=kv, each=4 * shape.head_dim)
+    moved = _moved(case, shape, blocks, counts, tokens=blocks.k, each=4 * shape.head_dim)
     # A row reads its queries, and writes outputs and log-sum-exp.
-    moved += rows * q * ((2 + (case.beyond is not None)) * 2 * shape.head_dim + 4)
+    moved += rows * blocks.q * ((2 + (case.beyond is not None)) * 2 * shape.head_dim + 4)
     launch = _launch("posjax_attention_forward", case, shape, blocks, counts, rows, runs, moved)
-    return KernelProgram(lambda: (partial(_attend, case, chip, (blocks, _ELSEWHERE)), arguments(shape)), (launch,))
+    return KernelProgram(lambda: (partial(_attend, case, chip, (blocks, _ELSEWHERE)), arguments(case, shape)), launch)
 
 
-def backward(case: Case, shape: KernelShape, q: int, kv: int, part: int, chip: str) -> KernelProgram:
+def backward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
     """The backward kernel: for each block of keys one loop for every kind of tile, and all gradients from each tile."""
-    blocks = Blocks(q, kv, part)
     counts = tiles(case, shape, blocks)
-    rows = shape.heads * shape.length // kv
-    runs = _with_ends(_runs(counts, shape, partial(_backward_products, blocks)), shape, ends(case, shape, blocks))
+    rows = shape.heads * shape.length // blocks.k
+    runs = _runs(counts, partial(_backward_products, blocks, shape.head_dim))
+    runs = [replace(run, inside=_ends(run.name, found)) for run, found in zip(runs, counts.values(), strict=True)]
     if case.learned:
         runs.insert(0, Executions("head start", shape.heads))  # where sums for the bias begin
     # A tile reads queries, the outputs' gradient and two numbers for each, and reads and writes the queries' gradient;
     # a row reads keys and values, and writes their gradients.
-    moved = _moved(case, shape, blocks, counts, tokens=q, each=(2 + 2 + 4 + 4) * shape.head_dim + 8)
-    moved += rows * kv * 4 * 2 * shape.head_dim
+    moved = _moved(case, shape, blocks, counts, tokens=blocks.q, each=(2 + 2 + 4 + 4) * shape.head_dim + 8)
+    moved += rows * blocks.k * 4 * 2 * shape.head_dim
     launch = _launch("posjax_attention_backward", case, shape, blocks, counts, rows, runs, moved)
-    *inputs, numbers, ids = arguments(shape)
-    order = [*inputs, numbers, ids, inputs[0]]
-    return KernelProgram(lambda: (partial(_gradients, case, chip, (_ELSEWHERE, blocks)), order), (launch,))
+    inputs = arguments(case, shape)
+    return KernelProgram(lambda: (partial(_gradients, case, chip, (_ELSEWHERE, blocks)), [*inputs, inputs[0]]), launch)
 
 
 def _launch(kernel, case, shape, blocks, counts, rows, runs, moved) -> Launch:
-    area = shape.heads * sum(counts.values()) * blocks.q * blocks.k
+    area = sum(found.every for found in counts.values()) * blocks.q * blocks.k
     return Launch(kernel, rows, tuple(runs), area, needed(case, shape), moved)
 
 
-def _runs(
-    counts: dict[Kind, int], shape: KernelShape, products: Callable[[int, Kind], Sequence[Product]]
-) -> list[Executions]:
-    return [
-        Executions(_name(kind), shape.heads * count, tuple(products(shape.head_dim, kind)))
-        for kind, count in counts.items()
-    ]
+def _runs(counts: dict[Kind, Tiles], products: Callable[[int], tuple[Product, ...]]) -> list[Executions]:
+    return [Executions(_name(kind), found.every, products(len(kind.pairs))) for kind, found in counts.items()]
 
 
-def _with_ends(runs: list[Executions], shape: KernelShape, ends: tuple) -> list[Executions]:
-    """The runs of tiles, with the code inside that runs only in the first or the last tile of a block of queries."""
-    first, last = ({_name(kind): shape.heads * count for kind, count in counts.items()} for counts in ends)
-
-    def inside(name: str) -> tuple[Executions, Executions]:
-        cleared, finished = (times.get(name, 0) for times in (first, last))
-        return Executions(f"{name}, cleared", cleared), Executions(f"{name}, finished", finished)
-
-    return [replace(run, inside=inside(run.name)) for run in runs]
+def _ends(name: str, found: Tiles) -> tuple[Executions, Executions]:
+    """The code inside a tile that runs only in the first or the last one of a block of queries."""
+    return Executions(f"{name}, cleared", found.first), Executions(f"{name}, finished", found.last)
 
 
 def _name(kind: Kind) -> str:
@@ -219,89 +177,83 @@ def _name(kind: Kind) -> str:
     return f"{'masked' if kind.masked else 'whole'}, {pairs}, {kind.reach}"
 
 
-def _forward_products(blocks: Blocks, size: int, kind: Kind) -> list[Product]:
+def forward_products(blocks: Blocks, size: int, pairs: int = 1) -> tuple[Product, ...]:
     """Q K^T for every pair of features, and P V."""
     q, k, part = blocks
-    return ([(q, size, part)] * len(kind.pairs) + [(q, part, size)]) * (k // part)
+    return (((q, size, part),) * pairs + ((q, part, size),)) * (k // part)
 
 
-def _backward_products(blocks: Blocks, size: int, kind: Kind) -> list[Product]:
+def _backward_products(blocks: Blocks, size: int, pairs: int) -> tuple[Product, ...]:
     """V dO^T and P^T dO; K Q^T, dS^T Q and dS K for every pair of features."""
     q, k, part = blocks
-    of_pair = [(k, size, part), (k, part, size), (part, k, size)]
-    return ([(k, size, part), (k, part, size)] + of_pair * len(kind.pairs)) * (q // part)
+    of_pair = (k, size, part), (k, part, size), (part, k, size)
+    return ((k, size, part), (k, part, size), *of_pair * pairs) * (q // part)
 
 
-def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, int], tokens: int, each: int) -> float:
+def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, Tiles], tokens: int, each: int) -> float:
     """Bytes that all tiles move: `each` per token, segments, more features, and a window of a bias by distance."""
-    has_segments = case.mask is _segments
-    window = 32 * (blocks.q + blocks.k) if case.bias in (_t5, _kerple) else 0
-    tile = tokens * (each + 4 * has_segments) + window
+    window = 32 * (blocks.q + blocks.k) if isinstance(case.bias, T5 | Kerple) else 0
+    tile = tokens * (each + 4 * case.packed) + window
     more = tokens * 2 * shape.head_dim
-    return shape.heads * sum(count * (tile + more * (len(kind.pairs) - 1)) for kind, count in counts.items())
+    return sum(found.every * (tile + more * (len(kind.pairs) - 1)) for kind, found in counts.items())
 
 
-def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids):
+def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, params, ids):
     options = Options(blocks=blocks, bounded=case.is_bounded(chip), on=target_of(chip))
-    return computed(everywhere(TPU(options)), call(case, q, k, v, numbers, ids)).out
+    return computed(everywhere(TPU(options)), call(case, q, k, v, params, ids)).out
 
 
-def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, numbers, ids, d_out):
-    """Gradients of queries, keys and values, and of the bias' numbers if they are learned."""
+def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, params, ids, d_out):
+    """Gradients of queries, keys and values, and of the bias' parameters if they are learned."""
     if not case.learned:
-        return jax.vjp(lambda q, k, v: _attend(case, chip, blocks, q, k, v, numbers, ids), q, k, v)[1](d_out)
-    return jax.vjp(lambda *x: _attend(case, chip, blocks, *x, ids), q, k, v, numbers)[1](d_out)
+        return jax.vjp(lambda q, k, v: _attend(case, chip, blocks, q, k, v, params, ids), q, k, v)[1](d_out)
+    return jax.vjp(lambda *x: _attend(case, chip, blocks, *x, ids), q, k, v, params)[1](d_out)
 
 
-_FORWARD = tuple(
-    {"q": q, "kv": kv, "part": part}
-    for q, kv, part in (
-        (1024, 2048, 512),
-        (1024, 4096, 512),
-        (1024, 4096, 1024),
-        (1024, 2048, 256),
-        (1024, 1024, 512),
-        (512, 1024, 512),
-    )
+FORWARD_SIZES = (
+    Blocks(256, 512, 512),
+    Blocks(512, 512, 512),
+    Blocks(512, 1024, 512),
+    Blocks(1024, 512, 512),
+    Blocks(1024, 1024, 512),
+    Blocks(1024, 2048, 256),
+    Blocks(1024, 2048, 512),
+    Blocks(1024, 4096, 512),
+    Blocks(1024, 4096, 1024),
 )
-_BACKWARD = tuple(
-    {"q": q, "kv": kv, "part": part}
-    for q, kv, part in (
-        (1024, 1024, 512),
-        (1024, 1024, 256),
-        (1024, 2048, 512),
-        (2048, 1024, 1024),
-        (2048, 2048, 512),
-    )
+BACKWARD_SIZES = (
+    Blocks(256, 512, 256),
+    Blocks(512, 512, 512),
+    Blocks(512, 1024, 512),
+    Blocks(1024, 512, 512),
+    Blocks(1024, 1024, 256),
+    Blocks(1024, 1024, 512),
+    Blocks(1024, 2048, 512),
+    Blocks(2048, 1024, 1024),
+    Blocks(2048, 2048, 512),
 )
-CAUSAL = _PLAIN, _BOUNDED, _BACK = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
+PLAIN, BOUNDED, BACK = "posjax, forward", "posjax with a bound, forward", "posjax, backward"
 """The names of implementations without extra arguments."""
 
-
-def _forward_implementation(case: Case) -> Implementation:
-    def against(chip: str) -> str:
-        return _BOUNDED if case.is_bounded(chip) else _PLAIN
-
-    return Implementation(partial(forward, case), _FORWARD, by_chip=True, against=against)
-
-
-def _backward_implementation(case: Case) -> Implementation:
-    return Implementation(partial(backward, case), _BACKWARD, by_chip=True, against=lambda chip: _BACK)
-
-
+_FORWARD_CASES = {
+    PLAIN: Case(bounded=False),
+    BOUNDED: Case(bounded=True),
+    "posjax ALiBi, forward": Case(ALiBi()),
+    "posjax T5, forward": Case(T5()),
+    "posjax KERPLE, forward": Case(Kerple()),
+    "posjax ReRoPE, forward": Case(beyond=512),
+    "posjax window and sinks, forward": Case(mask=Causal() & (Window(4096) | FirstTokens(4))),
+    "posjax segments, forward": Case(packed=True),
+}
+_BACKWARD_CASES = {
+    BACK: Case(),
+    "posjax ALiBi, backward": Case(ALiBi()),
+    "posjax learned ALiBi, backward": Case(ALiBi(learned=True), learned=True),
+    "posjax T5 with its gradient, backward": Case(T5(), learned=True),
+    "posjax KERPLE with its gradient, backward": Case(Kerple(), learned=True),
+}
 POSJAX_KERNELS = {
-    _PLAIN: _forward_implementation(Case()),
-    _BOUNDED: _forward_implementation(Case(bounded=True)),
-    "posjax ALiBi, forward": _forward_implementation(Case(_alibi, bounded=None)),
-    "posjax T5, forward": _forward_implementation(Case(_t5, bounded=None)),
-    "posjax KERPLE, forward": _forward_implementation(Case(_kerple, bounded=None)),
-    "posjax ReRoPE, forward": _forward_implementation(Case(beyond=512, bounded=None)),
-    "posjax window and sinks, forward": _forward_implementation(Case(mask=_window, bounded=None)),
-    "posjax segments, forward": _forward_implementation(Case(mask=_segments, bounded=None)),
-    _BACK: _backward_implementation(Case(bounded=None)),
-    "posjax ALiBi, backward": _backward_implementation(Case(_alibi, bounded=None)),
-    "posjax learned ALiBi, backward": _backward_implementation(Case(_learned_alibi, bounded=None, learned=True)),
-    "posjax T5 with its gradient, backward": _backward_implementation(Case(_t5, bounded=None, learned=True)),
-    "posjax KERPLE with its gradient, backward": _backward_implementation(Case(_kerple, bounded=None, learned=True)),
+    **{name: Implementation(partial(forward, case), FORWARD_SIZES) for name, case in _FORWARD_CASES.items()},
+    **{name: Implementation(partial(backward, case), BACKWARD_SIZES) for name, case in _BACKWARD_CASES.items()},
 }
 """Implementations by their names in tables and configs. Biases use the mode that is best for the chip."""

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from train.lab.steps.parts import Widths, part_of, pass_of
 from train.lab.steps.products import products_of
 from train.plan.compiling import Memory
-from train.plan.hbm_traffic import moved_bytes
 from train.plan.hlo import Instruction
 from train.plan.network import Traffic, kind_of
 from train.plan.timeline import Simulator, Tally
@@ -27,29 +26,18 @@ class Visit(NamedTuple):
 
 
 @dataclass
-class Spent:
-    """The cost of a part's instructions on one device in a step."""
-
-    seconds: float = 0.0
-    flops: float = 0.0
-    moved: float = 0.0  # bytes between HBM and the cores, a lower bound
-
-
-@dataclass
-class Launches:
-    """All launches of a kernel."""
+class Total:
+    """All launches of a kernel, or all collectives of a kind."""
 
     times: float = 0.0
-    seconds: float | None = 0.0  # None if unknown
-
-
-@dataclass
-class Sent:
-    """All collectives of a kind."""
-
-    times: float = 0.0
+    seconds: float | None = 0.0  # of a collective on the links, a hidden one too; None if unknown
     bytes: float = 0.0
-    seconds: float = 0.0  # on the links, hidden ones too
+
+    def add(self, times: float, seconds: float | None, size: float = 0.0) -> None:
+        """Adds some that are alike."""
+        self.times += times
+        self.bytes += times * size
+        self.seconds = None if seconds is None or self.seconds is None else self.seconds + times * seconds
 
 
 @dataclass
@@ -60,14 +48,15 @@ class Breakdown:
     memory: Memory
     tokens: int
     tally: Tally
-    parts: dict[tuple[str, str], Spent] = field(default_factory=lambda: defaultdict(Spent))
-    kernels: dict[tuple[str, str], Launches] = field(default_factory=lambda: defaultdict(Launches))
-    collectives: dict[tuple[str, str], Sent] = field(default_factory=lambda: defaultdict(Sent))
+    parts: Counter[tuple[str, str]] = field(default_factory=Counter)  # seconds of a device, by part and pass
+    kernels: dict[tuple[str, str], Total] = field(default_factory=lambda: defaultdict(Total))
+    collectives: dict[tuple[str, str], Total] = field(default_factory=lambda: defaultdict(Total))
+    flops: float = 0.0  # of matrix products on a device; those of kernels are unknown
 
     @property
-    def flops(self) -> float:
-        """FLOPs of matrix products on a device; those of kernels are unknown."""
-        return sum(spent.flops for spent in self.parts.values())
+    def has_unknown(self) -> bool:
+        """Whether the time of a kernel is unknown, so that the step takes longer."""
+        return any(launches.seconds is None for launches in self.kernels.values())
 
 
 def measure(name: str, simulator: Simulator, memory: Memory, tokens: int, widths: Widths) -> Breakdown:
@@ -82,10 +71,7 @@ def measure(name: str, simulator: Simulator, memory: Memory, tokens: int, widths
         else:
             _add_part(breakdown, simulator, visit, widths)
     for times, kind, traffic in _collectives(simulator):
-        sent = breakdown.collectives[kind, traffic.dtype]
-        sent.times += times
-        sent.bytes += times * traffic.bytes
-        sent.seconds += times * traffic.seconds
+        breakdown.collectives[kind, traffic.dtype].add(times, traffic.seconds, traffic.bytes)
     return breakdown
 
 
@@ -123,9 +109,8 @@ def _add_kernel(breakdown: Breakdown, simulator: Simulator, visit: Visit) -> Non
     seconds = simulator.kernels.seconds(visit.line)
     if seconds == 0:  # not a kernel but a custom call that names a buffer
         return
-    launches = breakdown.kernels[re.sub(r"[.\d]+$", "", visit.line.name), pass_of(visit.line.op_name)]
-    launches.times += visit.times
-    launches.seconds = None if seconds is None or launches.seconds is None else launches.seconds + visit.times * seconds
+    name = re.sub(r"[.\d]+$", "", visit.line.name)
+    breakdown.kernels[name, pass_of(visit.line.op_name)].add(visit.times, seconds)
 
 
 def _add_part(breakdown: Breakdown, simulator: Simulator, visit: Visit, widths: Widths) -> None:
@@ -133,16 +118,6 @@ def _add_part(breakdown: Breakdown, simulator: Simulator, visit: Visit, widths: 
     seconds = simulator.seconds(computation, line)
     if not seconds:
         return
-    spent = breakdown.parts[part_of(simulator.module, computation, line, widths), pass_of(line.op_name)]
-    flops = sum(product.flops for product in products_of(simulator.module, computation, line))
-    spent.seconds += times * chance * seconds
-    spent.flops += times * chance * flops
-    spent.moved += times * chance * moved_bytes(simulator.module, computation, line)
-
-
-def totals(breakdown: Breakdown) -> Counter[str]:
-    """Seconds of each part, over all passes."""
-    found: Counter[str] = Counter()
-    for (part, _), spent in breakdown.parts.items():
-        found[part] += spent.seconds
-    return found
+    times = times * chance
+    breakdown.parts[part_of(simulator.module, computation, line, widths), pass_of(line.op_name)] += times * seconds
+    breakdown.flops += times * sum(product.flops for product in products_of(simulator.module, computation, line))

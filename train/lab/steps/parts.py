@@ -128,7 +128,9 @@ def _of_name(module: Module, line: Instruction, widths: Widths) -> str | None:
     in_layer = bool(_LAYER_NAME.search(name))
     if _HEAD_NAME.search(name):
         return LOGITS
-    if _EMBEDDING_NAME.search(name) or (not in_layer and _looks_up(module, line)):
+    # whether it is, or prepares, a gather or scatter
+    looks_up = is_lookup(module, line) or any(word in name.rpartition("/")[2] for word in LOOKUPS)
+    if _EMBEDDING_NAME.search(name) or (not in_layer and looks_up):
         return EMBEDDING
     if {size for array in line.results for size in widths.features(array.shape)} & widths.shards(widths.vocabulary):
         return LOGITS
@@ -136,11 +138,6 @@ def _of_name(module: Module, line: Instruction, widths: Widths) -> str | None:
         if pattern.search(name):
             return part
     return None
-
-
-def _looks_up(module: Module, line: Instruction) -> bool:
-    """Whether an instruction is, or prepares, a gather or scatter outside the layers."""
-    return is_lookup(module, line) or any(word in line.op_name.rpartition("/")[2] for word in LOOKUPS)
 
 
 def _of_sizes(line: Instruction, widths: Widths) -> str:

@@ -23,13 +23,8 @@ class Product:
     left: tuple[int, ...]
     right: tuple[int, ...]
     result: tuple[int, ...]
-    multiply_adds: int
+    flops: int  # two for each multiply-add
     looks_up: bool = False  # whether an operand has only zeros and ones: the product selects rows
-
-    @property
-    def flops(self) -> int:
-        """FLOPs: two for each multiply-add."""
-        return 2 * self.multiply_adds
 
 
 def products_of(module: Module, computation: str, line: Instruction) -> Iterator[Product]:
@@ -47,7 +42,7 @@ def _product(named: dict[str, Instruction], line: Instruction) -> Product:
     result = line.results[0].shape
     count = _of_dot if line.opcode == "dot" else _of_convolution
     looks_up = any(_is_of_ones(named, name) for name in line.operands[:2])
-    return Product(left, right, result, count(line, left, right, result), looks_up)
+    return Product(left, right, result, 2 * count(line, left, right, result), looks_up)
 
 
 def _is_of_ones(named: dict[str, Instruction], name: str) -> bool:

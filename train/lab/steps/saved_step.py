@@ -15,9 +15,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from posjax._checks import check
 from train.config.typed import section
@@ -37,7 +36,6 @@ _SIZES = {
 subtracted from ``kept``."""
 
 _ALIAS = "alias_size_in_bytes"
-_OURS = ("parameters", "optimizer", "batch")  # fields of `Memory` that only our own files have
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class StepFile:
 
     def __post_init__(self):
         check(
-            all(_is_number(self.memory.get(name)) for name in _SIZES.values()),
+            all(type(self.memory.get(name)) in (int, float) for name in _SIZES.values()),
             f"step.memory: expected the bytes of {', '.join(_SIZES.values())}, found {self.memory!r:.200}",
         )
         check(
@@ -83,24 +81,13 @@ class StepFile:
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def save(folder: Path, step: CompiledStep, tokens: int) -> None:
     """Writes a step of ours. Raises OSError for a folder that cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: getattr(step.memory, key) for key, name in _SIZES.items()}
-    ours = {name: getattr(step.memory, name) for name in _OURS}
-    values = {
-        "memory": {**sizes, **ours},
-        "axes": step.axes,
-        "coordinates": step.coordinates,
-        "tokens": tokens,
-        "flags": step.flags,
-    }
+    file = StepFile(sizes, step.axes, step.coordinates, tokens, step.flags)
     (folder / PROGRAM).write_text(step.text, encoding="utf-8")
-    (folder / STEP).write_text(json.dumps(values), encoding="utf-8")
+    (folder / STEP).write_text(json.dumps(asdict(file)), encoding="utf-8")
 
 
 def read(folder: Path, pod: Pod) -> SavedStep:
@@ -110,7 +97,10 @@ def read(folder: Path, pod: Pod) -> SavedStep:
     """
     for name in (PROGRAM, STEP):
         check((folder / name).is_file(), f"--against: {folder}: expected {PROGRAM} and {STEP}, found no {name}")
-    file = _step_file(folder / STEP)
+    try:
+        file = section(json.loads((folder / STEP).read_text(encoding="utf-8")), StepFile, "step")
+    except ValueError as error:
+        raise ValueError(f"--against: {folder / STEP}: {in_a_line(error, 400)}") from None
     devices = pod.devices // pod.slices
     check(
         len(file.coordinates) == devices,
@@ -120,18 +110,11 @@ def read(folder: Path, pod: Pod) -> SavedStep:
     text = (folder / PROGRAM).read_text(encoding="utf-8")
     step = CompiledStep(text, _memory(file.memory), dict(file.axes), file.coordinates, file.flags)
     schedules = folder / SCHEDULES
-    found = schedules if schedules.is_dir() else None
-    return SavedStep(folder.name, step, file.tokens, found)
-
-
-def _step_file(path: Path) -> StepFile:
-    try:
-        return section(json.loads(path.read_text(encoding="utf-8")), StepFile, "step")
-    except ValueError as error:
-        raise ValueError(f"--against: {path}: {in_a_line(error, 400)}") from None
+    return SavedStep(folder.name, step, file.tokens, schedules if schedules.is_dir() else None)
 
 
 def _memory(sizes: Mapping[str, float]) -> Memory:
+    """The memory of a step, without the kinds of its arguments."""
     found = {key: sizes[name] for key, name in _SIZES.items()}
     found["kept"] -= min(found["kept"], sizes.get(_ALIAS, 0))
-    return Memory(**found, **{name: sizes.get(name, 0.0) for name in _OURS})
+    return Memory(parameters=0.0, optimizer=0.0, batch=0.0, **found)
