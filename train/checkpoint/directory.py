@@ -11,7 +11,7 @@ from posjax.nn.huggingface.save import files_beside
 from train import report
 from train.checkpoint.steps import finished_steps
 from train.config import Config, differences, dump, own_tokenizer, parse_text
-from train.runtime.distributed import decide
+from train.runtime.distributed import decided
 from train.runtime.lines import Listed
 from train.runtime.machine import own_versions
 from train.runtime.paths import names_in, write_file
@@ -34,12 +34,9 @@ RUN_FILES = frozenset(
 """What a run directory may hold; a folder with anything else in it is never written into."""
 
 
+@decided
 def check_run(config: Config, directory: Path) -> None:
     """Raises ValueError for a directory that holds a run of another config, naming the differences, or other files."""
-    decide(lambda: _check_run(config, directory))
-
-
-def _check_run(config: Config, directory: Path) -> None:
     if directory.is_file():
         raise ValueError(f"{directory} is a file; choose another name for the run")
     strange = sorted(path.name for path in directory.glob("*") if path.name not in RUN_FILES)
@@ -51,23 +48,21 @@ def _check_run(config: Config, directory: Path) -> None:
             refuse_another(saved, config, str(directory))
 
 
-def is_started(directory: Path) -> bool:
-    """Whether a training has saved anything there that the next one would resume."""
-    return decide(lambda: _started(directory))
-
-
+@decided
 def create_run(config: Config, directory: Path) -> None:
     """Makes the run directory, unless a training has started there; call `check_run` first."""
-    decide(lambda: _create_run(config, directory))
-
-
-def _create_run(config: Config, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if not _started(directory):
         write_file(directory / "config.yaml", dump(config))
         write_file(directory / "versions.json", json.dumps(own_versions(), indent=2) + "\n")
         if config.init.path:
             keep_files(config, directory)
+
+
+@decided
+def is_started(directory: Path) -> bool:
+    """Whether a training has saved anything there that the next one would resume."""
+    return _started(directory)
 
 
 def _started(directory: Path) -> bool:

@@ -13,6 +13,7 @@ on its own disk.
 import json
 import os
 import shutil
+import tempfile
 import uuid
 import zipfile
 import zlib
@@ -31,7 +32,7 @@ from train.checkpoint.manager import Checkpoint
 from train.checkpoint.steps import tell
 from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
-from train.runtime.distributed import decide, gather
+from train.runtime.distributed import decided, gather
 from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 
@@ -57,7 +58,7 @@ class LocalCheckpoints:
         run = f"{config.name.replace('/', '-')}-{zlib.crc32(str(directory.absolute()).encode()):08x}"
         self._root = Path(config.local_folder) / run
         self._folder = self._root / f"{jax.process_index()}-of-{jax.process_count()}"
-        self._said = {"mark": decide(lambda: _mark(directory)), "corpora": list(corpora), "config": to_dict(config)}
+        self._said = {"mark": _mark(directory), "corpora": list(corpora), "config": to_dict(config)}
         if problem := next(filter(None, gather(self._open())), ""):
             raise ValueError(f"train.local_folder: {problem}; name a folder on a disk of each host")
         self._thread = ThreadPoolExecutor(1, "local checkpoints")
@@ -70,22 +71,17 @@ class LocalCheckpoints:
 
         `states` are the shapes and shardings of the states of all stages.
         """
-        least = 0 if lasting is None else lasting.step
         held = [set(json.loads(steps)) for steps in gather(json.dumps(self._steps()))]
         for step in sorted(set.intersection(*held), reverse=True):
-            if step > least and self._is_usable(step, states):
-                run, self._last, self._common = self._run(step), step, step
-                return LocalCheckpoint(step, run["stage"], run["stream"])
+            if lasting is not None and step <= lasting.step:
+                return None
+            positions = set(gather(json.dumps(self._position(step, states))))
+            if len(positions) > 1 and "null" not in positions:
+                self._tell_unused(step, f"the processes saved it at {len(positions)} positions in the data")
+            elif "null" not in positions:
+                self._last = self._common = step
+                return LocalCheckpoint(step, **json.loads(positions.pop()))
         return None
-
-    def _is_usable(self, step: int, states: Sequence[TrainState]) -> bool:
-        """Whether every process can use a checkpoint, and all saved it at the same position in the data."""
-        if any(gather(self._problem(step, states))):
-            return False
-        positions = gather(json.dumps({key: self._run(step)[key] for key in ("stage", "stream")}))
-        if len(set(positions)) > 1:
-            self._tell_unused(step, f"the processes saved it at {len(set(positions))} positions in the data")
-        return len(set(positions)) == 1
 
     def restore(self, saved: LocalCheckpoint, abstract: TrainState) -> TrainState:
         """The saved state, laid out as `abstract` says."""
@@ -109,12 +105,12 @@ class LocalCheckpoints:
             self._root.rmdir()
 
     def _open(self) -> str:
+        """Makes the folder, without what an interruption left; returns why it cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for part in self._folder.glob(".*"):
                 shutil.rmtree(part, ignore_errors=True)
-            write_file(self._folder / ".written", "")
-            (self._folder / ".written").unlink()
+            tempfile.TemporaryFile(dir=self._folder).close()
         except OSError as error:
             return f"process {jax.process_index()} cannot write there: {error}"
         return ""
@@ -122,25 +118,25 @@ class LocalCheckpoints:
     def _steps(self) -> list[int]:
         return sorted(int(location.name) for location in self._folder.iterdir() if location.name.isdigit())
 
-    def _run(self, step: int) -> dict[str, Any]:
-        # If NumPy opened the file itself, it would not close a damaged one.
-        with (self._folder / str(step) / _ARRAYS).open("rb") as file, np.load(file) as arrays:
-            return json.loads(arrays[_RUN].tobytes())
-
-    def _problem(self, step: int, states: Sequence[TrainState]) -> str:
-        """Why this process cannot use a checkpoint; reported unless the checkpoint belongs to another run or config."""
+    def _position(self, step: int, states: Sequence[TrainState]) -> dict[str, Any] | None:
+        """The stage of a checkpoint and its position in the data; None if this process cannot use the checkpoint, which
+        is reported unless it belongs to another run or config."""
+        location = self._folder / str(step) / _ARRAYS
         try:
-            run = self._run(step)
+            # If NumPy opened the file itself, it would not close a damaged one.
+            with location.open("rb") as file, np.load(file) as arrays:
+                run = json.loads(arrays[_RUN].tobytes())
             if any(run[key] != self._said[key] for key in ("mark", "corpora")):
-                return "of another run"
-            if changed := differences(parse(run["config"]), self._config):
-                return changed[0]
-            found = _problem_of_arrays(self._folder / str(step) / _ARRAYS, states[run["stage"]])
+                return None
+            if differences(parse(run["config"]), self._config):
+                return None
+            problem = _problem_of_arrays(location, states[run["stage"]])
+            if not problem:
+                return {"stage": run["stage"], "stream": run["stream"]}
         except Exception as error:  # zipfile and NumPy raise errors of any kind for a damaged file
-            found = in_a_line(error)
-        if found:
-            self._tell_unused(step, found)
-        return found
+            problem = in_a_line(error)
+        self._tell_unused(step, problem)
+        return None
 
     def _tell_unused(self, step: int, why: str) -> None:
         tell(f"the local checkpoint of step {step} in {self._folder} is not used ({why})")
@@ -176,6 +172,7 @@ class LocalCheckpoints:
         self._thread.shutdown()
 
 
+@decided
 def _mark(directory: Path) -> str:
     """The name that distinguishes the run from an earlier one in the same directory."""
     location = directory / LOCAL_MARK

@@ -18,10 +18,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from train.checkpoint import integrity
-from train.checkpoint.digest import by_name, digests, names, read_digests
+from train.checkpoint.digest import digests, read_digests, values_of
 from train.checkpoint.directory import check_one_run, read_config
 from train.checkpoint.steps import finished_steps, unfinished
-from train.runtime.distributed import collect, decide, gather
+from train.runtime.distributed import collect, decide, decided, gather
 from train.runtime.lines import in_a_line
 from train.runtime.paths import check_checkpoints, is_local, path
 
@@ -38,11 +38,8 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
     with _quiet_endings():
         found, error = _attempt(lambda: _read(folder, wanted))
         reason = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
-        if not reason:
-            arrays = by_name(names(found), digests(found))
-            problems = decide(lambda: integrity.differing(folder, arrays))
-        else:  # the files are damaged, or cannot be read
-            problems = damages(folder)
+        # If there is a reason, the files are damaged, or cannot be read.
+        problems = damages(folder) if reason else integrity.differing(folder, values_of(digests(found)))
     if problems:
         raise Damaged(problems[0])
     if reason:
@@ -94,17 +91,17 @@ def damages(folder: Path) -> list[str]:
     """
     shares = collect(lambda: [*integrity.problems(folder, jax.process_index(), jax.process_count())])
     found = sorted({line for share in shares for line in share})
-    arrays = decide(lambda: [*_sealed_arrays(folder)])
-    for item in sorted({name.partition("/")[0] for name in arrays}):
+    for item in sorted({name.partition("/")[0] for name in _sealed_arrays(folder)}):
         found += _damaged_arrays(folder, item)
     return found
 
 
-def _sealed_arrays(folder: Path) -> dict[str, int]:
+@decided
+def _sealed_arrays(folder: Path) -> list[str]:
     try:
-        return integrity.read_seal(folder).arrays
+        return list(integrity.read_seal(folder).arrays)
     except ValueError:
-        return {}
+        return []
 
 
 def _damaged_arrays(folder: Path, item: str) -> list[str]:
@@ -119,7 +116,7 @@ def _damaged_arrays(folder: Path, item: str) -> list[str]:
     if errors:
         return errors
     whole = {name: sum(share[name] for _, share in shares) % 2**32 for name in shares[0][1]}
-    return decide(lambda: integrity.differing(folder, whole))
+    return integrity.differing(folder, whole)
 
 
 def verify(directory: str | Path, log: Callable[[str], Any] = print) -> bool:
@@ -136,29 +133,16 @@ def verify(directory: str | Path, log: Callable[[str], Any] = print) -> bool:
     check_one_run(path(directory))
     decide(lambda: read_config(path(directory)).name)
     whole, steps = True, decide(lambda: finished_steps(folder))
+    begun = decide(lambda: unfinished(folder))
+    if steps and decide(lambda: integrity.missing(folder / str(steps[0]))):
+        begun.insert(0, f"step {steps.pop(0)}")
     for step in steps:
-        if step == steps[0] and decide(lambda: not _is_sealed(folder / str(steps[0]))):
-            log(f"step {step}: not finished: {_BEGUN}")
-            continue
         found = damages(folder / str(step))
         whole = whole and not found
         for line in found or ["whole"]:
             log(f"step {step}: {line}")
-    begun = decide(lambda: unfinished(folder))
     for name in begun:
-        log(f"{name} is not finished: {_BEGUN}")
+        log(f"{name} is not finished: a run is saving it, or was killed then")
     if not steps and not begun:
         log(f"{folder} holds no checkpoint")
     return whole
-
-
-_BEGUN = "a run is saving it, or was killed then"
-
-
-def _is_sealed(folder: Path) -> bool:
-    """Whether all processes have sealed a checkpoint, whether or not the seals are readable."""
-    try:
-        integrity.read_seal(folder)
-    except ValueError as error:
-        return not isinstance(error, integrity.Unfinished)
-    return True

@@ -24,9 +24,9 @@ from posjax._checks import check
 from train.lab.gpu.config import GpuConfig
 from train.lab.libraries import BACKWARD, FORWARD, LIBRARIES, Shape, refuses
 from train.lab.schedule.config import ScheduleConfig
-from train.runtime.allocator import keep_memory
 from train.runtime.machine import processor, resident_peak_bytes, versions
 from train.runtime.paths import write_file
+from train.runtime.reuse import keep_memory
 
 
 @dataclass(frozen=True)

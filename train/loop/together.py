@@ -26,11 +26,10 @@ from train.loop.step import StepMetrics, initialize, parts_of, update, without
 from train.model.build import Setup
 from train.model.mesh import AXES, mesh_from_sizes
 from train.model.state import TrainState
-from train.monitor.cache import enable_compilation_cache
 from train.monitor.logs import MetricsLog
 from train.monitor.meter import peak_memory_bytes
 from train.monitor.progress import show_progress
-from train.runtime.allocator import keep_memory_on_cpu
+from train.runtime.reuse import prepare_process
 
 _AXIS = "data"  # the mesh axis over which the trainings are split
 _MAY_DIFFER = ("seed", "train.learning_rate", "train.learning_rate_factors")
@@ -52,8 +51,7 @@ def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> l
     check_together(configs)
     for config in configs:
         check_run(config, config.directory)
-    enable_compilation_cache(configs[0].monitor.compilation_cache)
-    keep_memory_on_cpu()
+    prepare_process(configs[0].monitor.compilation_cache)
     rows = training_rows(configs[0])
     trained = _train(configs, rows, progress)
     return [_save(config, rows.digest(), each) for config, each in zip(configs, trained, strict=True)]
@@ -95,7 +93,7 @@ def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) ->
             if step % train.log_every and step < train.steps:
                 continue
             logged.append(_lines(step, metrics, len(seeds), train.batch_tokens))
-            report(step, {"loss": _mean(logged[-1])}, 0)
+            report(step, {"loss": finite(np.mean(metrics.loss))}, 0)
             for n, line in enumerate(logged[-1]):
                 if n not in found and (step == train.steps or (line["loss"] or math.inf) < train.stop_loss):
                     found[n] = _taken(n, state, streams[seeds[n]].get_state(), [lines[n] for lines in logged])
@@ -133,11 +131,6 @@ def _lines(step: int, metrics: StepMetrics, count: int, batch_tokens: int) -> li
         {"step": step, "loss": finite(losses[n]), "gradient_norm": finite(norms[n]), "tokens": step * batch_tokens}
         for n in range(count)
     ]
-
-
-def _mean(lines: Sequence[dict[str, Any]]) -> float | None:
-    found = [line["loss"] for line in lines if line["loss"] is not None]
-    return sum(found) / len(found) if found else None
 
 
 @dataclass(frozen=True)

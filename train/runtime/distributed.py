@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +101,12 @@ def decide(function: Callable[[], Any]) -> Any:
 
     A ValueError or OSError that it raises is raised on all processes, so that none waits for another.
     """
-    if jax.process_count() == 1:
-        return function()
-    return _value(gather(json.dumps(_outcome(function)) if jax.process_index() == 0 else "")[0])
+    return collect(function if jax.process_index() == 0 else lambda: None)[0]
+
+
+def decided(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that all processes call together, and only process 0 executes; see `decide`."""
+    return wraps(function)(lambda *given, **named: decide(lambda: function(*given, **named)))
 
 
 def collect(function: Callable[[], Any]) -> list[Any]:

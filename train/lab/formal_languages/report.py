@@ -11,8 +11,7 @@ from train.lab.formal_languages.config import LanguagesConfig
 from train.lab.formal_languages.generators import LANGUAGES
 from train.lab.formal_languages.trainer import check_fit, train_and_test
 from train.report import style
-from train.runtime.paths import path
-from train.runtime.rows import write_rows
+from train.runtime.paths import path, write_rows
 
 
 def run(config: LanguagesConfig) -> list[dict[str, Any]]:
