@@ -14,13 +14,11 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import fsspec
 
-from train.runtime.distributed import decided
 from train.runtime.lines import in_a_line
 from train.runtime.paths import names_in, write_file
 
@@ -65,37 +63,28 @@ def problems(folder: Path, process: int = 0, processes: int = 1) -> Iterator[str
 
     Raises OSError for what cannot be read, for example when the network is down: that is not damage.
     """
+    changed = "{} has changed since it was written".format
     try:
-        yield from _problems(folder, process, processes)
+        expected, found = read_seal(folder).files, files(folder)
+        same = []
+        for name, (size, sealed) in sorted(expected.items()):
+            if name not in found:
+                yield f"{name} is missing"
+            elif found[name].size != size:
+                yield f"{name} has {found[name].size} bytes of {size}"
+            elif isinstance(sealed, str) and found[name].mark not in (None, sealed):
+                yield changed(name)
+            elif isinstance(sealed, int):
+                same.append(name)
+        mine = _share(same, process, processes)
+        checksums = zip(mine, _checksums(folder, mine), strict=True)
+        yield from (changed(name) for name, checksum in checksums if checksum != expected[name][1])
     except FileNotFoundError as error:
         yield f"{error.filename or error} is missing"
     except ValueError as error:
         yield in_a_line(error)
 
 
-def _problems(folder: Path, process: int, processes: int) -> Iterator[str]:
-    expected, found = read_seal(folder).files, files(folder)
-    same = []
-    for name, (size, sealed) in sorted(expected.items()):
-        if name not in found:
-            yield f"{name} is missing"
-        elif found[name].size != size:
-            yield f"{name} has {found[name].size} bytes of {size}"
-        elif isinstance(sealed, str) and found[name].mark not in (None, sealed):
-            yield _changed(name)
-        elif isinstance(sealed, int):
-            same.append(name)
-    mine = _share(same, process, processes)
-    for name, checksum in zip(mine, _checksums(folder, mine), strict=True):
-        if checksum != expected[name][1]:
-            yield _changed(name)
-
-
-def _changed(name: str) -> str:
-    return f"{name} has changed since it was written"
-
-
-@decided
 def differing(folder: Path, arrays: Mapping[str, int]) -> list[str]:
     """The problems of arrays that were read, found by their digests; all processes call it together."""
     expected = read_seal(folder).arrays
@@ -128,7 +117,7 @@ def missing(folder: Path) -> str:
 
 
 def _parts(folder: Path) -> list[Path]:
-    return [folder / FOLDER / name for name in names_in(folder / FOLDER) if fnmatchcase(name, "*-of-*.json")]
+    return [folder / FOLDER / name for name in names_in(folder / FOLDER) if name[0].isdigit()]
 
 
 def read_seal(folder: Path) -> Seal:

@@ -15,12 +15,11 @@ import os
 import shutil
 import tempfile
 import uuid
-import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,9 @@ _ARRAYS, _RUN = "state.npz", "run"
 
 @dataclass(frozen=True)
 class LocalCheckpoint(Checkpoint):
-    """A checkpoint that every process has on a disk of its own."""
+    """A checkpoint that every process has on a disk of its own, and the state that was read from it."""
+
+    state: TrainState = field(compare=False, repr=False)
 
 
 class LocalCheckpoints:
@@ -69,25 +70,21 @@ class LocalCheckpoints:
     def newest(self, states: Sequence[TrainState], lasting: Checkpoint | None) -> LocalCheckpoint | None:
         """The newest local checkpoint that every process can use, if it is newer than the permanent one, `lasting`.
 
-        `states` are the shapes and shardings of the states of all stages.
+        `states` are the shapes and shardings of the states of all stages; the checkpoint holds one like them.
         """
         held = [set(json.loads(steps)) for steps in gather(json.dumps(self._steps()))]
         for step in sorted(set.intersection(*held), reverse=True):
             if lasting is not None and step <= lasting.step:
                 return None
-            positions = set(gather(json.dumps(self._position(step, states))))
-            if len(positions) > 1 and "null" not in positions:
-                self._tell_unused(step, f"the processes saved it at {len(positions)} positions in the data")
-            elif "null" not in positions:
+            found = self._read(step, states)
+            positions = set(gather(json.dumps(found and [found.stage, found.stream])))
+            if len(positions) == 1 and found:
                 self._last = self._common = step
-                return LocalCheckpoint(step, **json.loads(positions.pop()))
+                return found
+            if found:
+                self._tell_unused(step, "other processes have none, or one of another position in the data")
+            del found  # makes room on the devices for the next
         return None
-
-    def restore(self, saved: LocalCheckpoint, abstract: TrainState) -> TrainState:
-        """The saved state, laid out as `abstract` says."""
-        with np.load(self._folder / str(saved.step) / _ARRAYS) as arrays:
-            leaves, structure = jax.tree.flatten(abstract)
-            return structure.unflatten([_read(arrays, number, leaf) for number, leaf in enumerate(leaves)])
 
     def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
         """Saves the state after `step` updates of the run, with the data's position."""
@@ -118,24 +115,24 @@ class LocalCheckpoints:
     def _steps(self) -> list[int]:
         return sorted(int(location.name) for location in self._folder.iterdir() if location.name.isdigit())
 
-    def _position(self, step: int, states: Sequence[TrainState]) -> dict[str, Any] | None:
-        """The stage of a checkpoint and its position in the data; None if this process cannot use the checkpoint, which
-        is reported unless it belongs to another run or config."""
-        location = self._folder / str(step) / _ARRAYS
+    def _read(self, step: int, states: Sequence[TrainState]) -> LocalCheckpoint | None:
+        """A checkpoint of this process; None if it cannot be used, which is reported unless it belongs to another run
+        or config."""
         try:
             # If NumPy opened the file itself, it would not close a damaged one.
-            with location.open("rb") as file, np.load(file) as arrays:
+            with (self._folder / str(step) / _ARRAYS).open("rb") as file, np.load(file) as arrays:
                 run = json.loads(arrays[_RUN].tobytes())
-            if any(run[key] != self._said[key] for key in ("mark", "corpora")):
-                return None
-            if differences(parse(run["config"]), self._config):
-                return None
-            problem = _problem_of_arrays(location, states[run["stage"]])
-            if not problem:
-                return {"stage": run["stage"], "stream": run["stream"]}
+                if any(run[key] != self._said[key] for key in ("mark", "corpora")):
+                    return None
+                if differences(parse(run["config"]), self._config):
+                    return None
+                leaves, structure = jax.tree.flatten(states[run["stage"]])
+                state = structure.unflatten([_on_devices(arrays, number, leaf) for number, leaf in enumerate(leaves)])
+                return LocalCheckpoint(step, run["stage"], run["stream"], state)
+        except KeyError:
+            self._tell_unused(step, "its devices now hold other parts of the state, because of another mesh")
         except Exception as error:  # zipfile and NumPy raise errors of any kind for a damaged file
-            problem = in_a_line(error)
-        self._tell_unused(step, problem)
+            self._tell_unused(step, in_a_line(error))
         return None
 
     def _tell_unused(self, step: int, why: str) -> None:
@@ -197,23 +194,9 @@ def _key(number: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> str:
     return "_".join([str(number), *(f"{start}-{stop}" for start, stop in bounds)])
 
 
-def _needed(number: int, leaf: Any) -> set[str]:
-    """The parts of a leaf that the devices of this process hold."""
-    parts = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-    return {_key(number, leaf.shape, index) for index in parts}
+def _on_devices(arrays: Any, number: int, leaf: Any) -> jax.Array:
+    """A leaf of a saved state. Reading a part raises an error if its checksum in the file is another one."""
 
-
-def _problem_of_arrays(location: Path, abstract: TrainState) -> str:
-    needed = set.union(*(_needed(number, leaf) for number, leaf in enumerate(jax.tree.leaves(abstract))))
-    with zipfile.ZipFile(location) as file:
-        if damaged := file.testzip():
-            return f"{damaged} has changed since it was written"
-        if {f"{key}.npy" for key in needed | {_RUN}} != set(file.namelist()):
-            return "its devices now hold other parts of the state, because of another mesh"
-    return ""
-
-
-def _read(arrays: Any, number: int, leaf: Any) -> jax.Array:
     def part(index: tuple[slice, ...]) -> np.ndarray:
         shape = leaf.sharding.shard_shape(leaf.shape)
         return arrays[_key(number, leaf.shape, index)].view(leaf.dtype).reshape(shape)

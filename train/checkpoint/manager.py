@@ -27,7 +27,7 @@ from train.checkpoint.steps import (
     check_shared,
     clean,
     finished_steps,
-    open_manager,
+    place_of,
     read_run,
     remove,
     set_aside,
@@ -71,7 +71,7 @@ class Checkpoints:
         check_shared(self._folder)
         self._newest = self._find()
         self._stages = dict(decide(lambda: list(stages_of(self._folder).items())))
-        self._manager = open_manager(self._folder)
+        self._saver = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, "checksums")
         self._sealing: Future | None = None
 
@@ -126,13 +126,14 @@ class Checkpoints:
         found = digests(items)  # before the next update reuses the state's memory
         arrays = {name: ocp.args.StandardSave(item) for name, item in items.items()}
         # Orbax makes all processes wait for each other here, so all of them have sealed the previous checkpoint.
-        self._manager.save(step, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **arrays), force=True)
+        place = place_of(self._folder / str(step))
+        self._saver.save(place, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **arrays))
         self._stages[step] = stage
         self._sealing = self._thread.submit(self._seal, step, found)
 
     def _seal(self, step: int, found: Mapping[str, jax.Array]) -> None:
         """Waits until all processes have written a checkpoint, adds the checksums, and removes old checkpoints."""
-        self._manager.wait_until_finished()
+        self._saver.wait_until_finished()
         process = jax.process_index()
         arrays = values_of(found) if process == 0 else {}
         integrity.seal(self._folder / str(step), process, jax.process_count(), arrays)
@@ -159,7 +160,6 @@ class Checkpoints:
             set_aside(self._folder, step, str(damage))
             del self._stages[step]
             self._newest = self._find()
-            self._manager.reload()  # it refuses to save a step that it found
             raise
 
     def _find(self) -> int | None:
@@ -183,7 +183,7 @@ class Checkpoints:
         if is_loss(error):
             return  # the current save cannot finish without the lost process
         self._wait()
-        self._manager.close()
+        self._saver.close()
         self._thread.shutdown()
         if error is None:
             gather("")  # waits until all processes have sealed their parts

@@ -5,25 +5,23 @@ damaged share blocks no other; then all agree on the outcome.
 """
 
 import gc
-import logging
-import sys
+import io
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
 from train.checkpoint import integrity
 from train.checkpoint.digest import digests, read_digests, values_of
 from train.checkpoint.directory import check_one_run, read_config
-from train.checkpoint.steps import finished_steps, unfinished
+from train.checkpoint.steps import finished_steps, place_of, unfinished
 from train.runtime.distributed import collect, decide, decided, gather
 from train.runtime.lines import in_a_line
-from train.runtime.paths import check_checkpoints, is_local, path
+from train.runtime.paths import check_checkpoints, path
 
 
 class Damaged(Exception):
@@ -35,11 +33,10 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
 
     Raises Damaged for other values. If reading fails for a reason other than damage, that error is raised.
     """
-    with _quiet_endings():
-        found, error = _attempt(lambda: _read(folder, wanted))
-        reason = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
-        # If there is a reason, the files are damaged, or cannot be read.
-        problems = damages(folder) if reason else integrity.differing(folder, values_of(digests(found)))
+    found, error = _attempt(lambda: _read(folder, wanted))
+    reason = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
+    # If there is a reason, the files are damaged, or cannot be read.
+    problems = _read_again(folder) if reason else integrity.differing(folder, values_of(digests(found)))
     if problems:
         raise Damaged(problems[0])
     if reason:
@@ -58,29 +55,21 @@ def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-@contextmanager
-def _quiet_endings() -> Iterator[None]:
-    """Orbax abandons the other readings when one fails: for each, Python would print a traceback when it has ended.
-
-    They end while all of the files are read again, to see which are damaged.
-    """
-    usual, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    logger = logging.getLogger("asyncio")
-    told, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
+def _read_again(folder: Path) -> list[str]:
+    """`damages`, while Orbax abandons the other readings of the first attempt: for each, Python would print a traceback
+    when it has ended."""
+    with redirect_stderr(io.StringIO()):
+        found = damages(folder)
         gc.collect()
-        sys.unraisablehook, logger.disabled = usual, told
+    return found
 
 
 def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(process, {process}, f"process_{process}")
-    location = epath.Path(folder.absolute() if is_local(folder) else str(folder))
     items = {name: ocp.args.StandardRestore(item) for name, item in wanted.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:
-        found = checkpointer.restore(location, args=ocp.args.Composite(**items))
+        found = checkpointer.restore(place_of(folder), args=ocp.args.Composite(**items))
     return {name: found[name] for name in wanted}
 
 

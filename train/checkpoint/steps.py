@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.checkpoint_managers import LatestN
 
 from train.checkpoint import integrity
 from train.runtime.distributed import decided, gather
@@ -23,12 +22,9 @@ COMMIT = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
-def open_manager(folder: Path) -> ocp.CheckpointManager:
-    """Orbax's manager, used for saving; which checkpoints are kept and which are complete is decided here."""
-    options = ocp.CheckpointManagerOptions(
-        preservation_policy=LatestN(), lightweight_initialize=True, save_root_metadata=False
-    )
-    return ocp.CheckpointManager(epath.Path(folder.absolute() if is_local(folder) else str(folder)), options=options)
+def place_of(folder: Path) -> epath.Path:
+    """A folder as Orbax takes it."""
+    return epath.Path(folder.absolute() if is_local(folder) else str(folder))
 
 
 def read_run(folder: Path, step: int) -> dict[str, Any]:

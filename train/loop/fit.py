@@ -33,7 +33,7 @@ from train.model.state import TrainState
 from train.monitor.meter import peak_memory_bytes
 from train.monitor.monitor import Monitor, check_monitor
 from train.runtime import flags
-from train.runtime.distributed import decide, decided, listen, reached_preemption, stop_requested
+from train.runtime.distributed import decide, decided, listen, print_once, reached_preemption, stop_requested
 from train.runtime.paths import path, write_file
 from train.runtime.reuse import prepare_process
 
@@ -89,7 +89,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
         return finished
     check_monitor(config)
     prepare_process(config.monitor.compilation_cache)
-    log = print if progress and jax.process_index() == 0 else lambda _: None
+    log = print_once() if progress else lambda _: None
     # Not shown for a resumed run: with other flags than at its start, its result would not be the same bit for bit.
     if not is_started(directory) and (advice := flags.advice(jax.devices()[0].device_kind)):
         log(advice)
@@ -316,8 +316,8 @@ class Training:
             return stage.program.initialize(stage.program.given.seed), 0
         if saved.stage == stage.number:
             stream.set_state(saved.stream)
-            source = self.local if isinstance(saved, LocalCheckpoint) else self.checkpoints
-            return source.restore(saved, stage.program.abstract), saved.step
+            is_read = isinstance(saved, LocalCheckpoint)
+            return saved.state if is_read else self.checkpoints.restore(saved, stage.program.abstract), saved.step
         return self._continued(stage, saved), saved.step
 
     def _continued(self, stage: Stage, saved: Checkpoint) -> TrainState:

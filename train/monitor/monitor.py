@@ -54,22 +54,24 @@ class Monitor:
     """
 
     def __init__(self, config: Config, directory: Path, *, label: str | None = None, began: float | None = None):
-        self._directory, self._process, devices = directory, jax.process_index(), jax.devices()
+        self._config, self._directory, self._label = config, directory, label
+        self._began, self._process = time.time() if began is None else began, jax.process_index()
         self._all_tokens = sum(stage.train.steps * stage.train.batch_tokens for stage in config.every_stage)
+        devices = jax.devices()
         self._meter = Meter(count_chips(devices), PEAK_FLOPS.get(devices[0].device_kind))
-        writes = self._process == 0
-        with ExitStack() as stack:
-            self._logs = [stack.enter_context(closing(log)) for log in _logs(config, directory)] if writes else []
-            self.last: dict[str, Any] = self._logs[0].last if writes else {"step": 0}
-            self._known = self.last["step"]
-            self.goodput = Goodput(time.time() if began is None else began, self.last)
-            self._report = stack.enter_context(show_progress(label if writes else None, config.steps))
-            self._trace = stack.enter_context(Trace(config.monitor.profile, directory / "profile"))
-            watchdog = Watchdog(config.monitor.watchdog_seconds, self._append, process=self._process)
-            self._watchdog = stack.enter_context(watchdog)
-            self._stack = stack.pop_all()
 
     def __enter__(self):
+        settings, writes = self._config.monitor, self._process == 0
+        with ExitStack() as stack:
+            self._logs = list(self._open_logs(stack)) if writes else []
+            self.last: dict[str, Any] = self._logs[0].last if writes else {"step": 0}
+            self._known = self.last["step"]
+            self.goodput = Goodput(self._began, self.last)
+            self._report = stack.enter_context(show_progress(self._label if writes else None, self._config.steps))
+            self._trace = stack.enter_context(Trace(settings.profile, self._directory / "profile"))
+            watchdog = Watchdog(settings.watchdog_seconds, self._append, process=self._process)
+            self._watchdog = stack.enter_context(watchdog)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error):
@@ -128,21 +130,20 @@ class Monitor:
                 log.write(step, **line)
         self._report(step, line, self._all_tokens - tokens)
 
+    def _open_logs(self, stack: ExitStack) -> Iterator[MetricsLog | TensorBoardLog | WandbLog]:
+        """The logs of this run, JSON lines first."""
+        yield stack.enter_context(closing(MetricsLog(self._directory)))
+        if self._config.monitor.tensorboard:
+            yield stack.enter_context(closing(TensorBoardLog(self._directory / "tensorboard")))
+        if self._config.monitor.wandb:
+            yield stack.enter_context(closing(WandbLog(self._config, self._directory)))
+
     def _append(self, text: str) -> None:
         """Appends the watchdog's report to a file, one for each process."""
         location = self._directory / "watchdog" / f"process-{self._process}.txt"
         location.parent.mkdir(exist_ok=True)
         before = location.read_text(encoding="utf-8") if location.exists() else ""
         location.write_text(before + text, encoding="utf-8")
-
-
-def _logs(config: Config, directory: Path) -> Iterator[MetricsLog | TensorBoardLog | WandbLog]:
-    """The logs of a run, JSON lines first; each is opened when it is asked for."""
-    yield MetricsLog(directory)
-    if config.monitor.tensorboard:
-        yield TensorBoardLog(directory / "tensorboard")
-    if config.monitor.wandb:
-        yield WandbLog(config, directory)
 
 
 def _model_flops(setup: Setup, segment_ids: np.ndarray) -> float | None:

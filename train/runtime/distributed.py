@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from train.runtime.lines import in_a_line
 from train.runtime.paths import is_store_error
-from train.runtime.tether import tied
+from train.runtime.peer_watch import peer_watch
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Variables for processes without a cluster: the address of process 0 (host:port), the number of processes, and
@@ -199,14 +199,14 @@ def processes() -> Iterator[None]:
     """Joins the other processes for the duration of a `with`. If this process fails, it exits at once, with one line.
 
     Waiting for the others, as jax does at the end of a program, would hang: they wait for this one inside a step. They
-    notice the broken connection (see `tether`) and exit in the same way. On one host errors propagate.
+    notice the broken connection (see `peer_watch`) and exit in the same way. On one host errors propagate.
     """
     start()
     if jax.process_count() == 1:
         yield
         return
     try:
-        with tied(jax.process_index(), _hosts(), _lost, _broken, decide, gather) as apart:
+        with peer_watch(jax.process_index(), _hosts(), _lost, _broken, decide, gather) as apart:
             if apart and jax.process_index() == 0:
                 print(f"warning: processes {apart} do not reach process 0; {_LATE}", flush=True)
             yield
