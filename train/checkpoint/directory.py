@@ -44,28 +44,27 @@ def check_run(config: Config, directory: Path) -> None:
         raise ValueError(f"{directory} has files that are not of a run ({strange[0]}); choose another name")
     if (directory / "config.yaml").exists():
         saved = read_config(directory)
-        if _started(directory):
+        if is_started(directory):
             refuse_another(saved, config, str(directory))
 
 
 @decided
-def create_run(config: Config, directory: Path) -> None:
-    """Makes the run directory, unless a training has started there; call `check_run` first."""
+def create_run(config: Config, directory: Path) -> bool:
+    """Makes the run directory, unless a training has started there; call `check_run` first.
+
+    Returns whether the run is new; otherwise something is saved there that the training resumes.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    if not _started(directory):
-        write_file(directory / "config.yaml", dump(config))
-        write_file(directory / "versions.json", json.dumps(own_versions(), indent=2) + "\n")
-        if config.init.path:
-            keep_files(config, directory)
+    if is_started(directory):
+        return False
+    write_file(directory / "config.yaml", dump(config))
+    write_file(directory / "versions.json", json.dumps(own_versions(), indent=2) + "\n")
+    if config.init.path:
+        keep_files(config, directory)
+    return True
 
 
-@decided
 def is_started(directory: Path) -> bool:
-    """Whether a training has saved anything there that the next one would resume."""
-    return _started(directory)
-
-
-def _started(directory: Path) -> bool:
     """Whether anything was saved; a run that failed before its first save does not block a corrected one."""
     metrics = directory / "metrics.jsonl"
     return bool(finished_steps(directory / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
@@ -84,14 +83,11 @@ def read_config(directory: Path) -> Config:
 def check_one_run(directory: Path) -> None:
     """Raises `Listed`, with the runs in it, for a folder that only holds runs, such as that of a comparison."""
     with reaching(directory):
-        runs = [] if (directory / "checkpoints").exists() else _runs_in(directory)
+        is_folder = directory.is_dir() and not (directory / "checkpoints").exists()
+        places = [directory / name for name in (names_in(directory) if is_folder else ())]
+        runs = [str(place) for place in places if (place / "config.yaml").exists()]
     if runs:
         raise Listed(f"{directory} is not a run; name one of those in it:", runs)
-
-
-def _runs_in(folder: Path) -> list[str]:
-    names = names_in(folder) if folder.is_dir() else []
-    return [str(folder / name) for name in names if (folder / name / "config.yaml").exists()]
 
 
 def refuse_another(saved: Config, found: Config, where: str) -> None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from posjax.nn.huggingface.load import open_source, read_parameters
-from train.checkpoint.directory import check_run, create_run, is_started
+from train.checkpoint.directory import check_run, create_run
 from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
 from train.checkpoint.manager import Checkpoint, Checkpoints
 from train.config import Config
@@ -90,11 +90,11 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     check_monitor(config)
     prepare_process(config.monitor.compilation_cache)
     log = print_once() if progress else lambda _: None
-    # Not shown for a resumed run: with other flags than at its start, its result would not be the same bit for bit.
-    if not is_started(directory) and (advice := flags.advice(jax.devices()[0].device_kind)):
-        log(advice)
     stages = prepare(config, log)
-    create_run(config, directory)
+    is_new = create_run(config, directory)
+    # Not shown for a resumed run: with other flags than at its start, its result would not be the same bit for bit.
+    if is_new and (advice := flags.advice(jax.devices()[0].device_kind)):
+        log(advice)
     corpora = [stage.rows.digest() for stage in stages]
     with ExitStack() as stack:
         training = Training(

@@ -43,7 +43,7 @@ def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> l
     ``vmap``, or on a CPU one after the other. Over several devices the trainings are split, not their rows. On an
     accelerator the products are larger and faster.
 
-    A training that diverges is returned with ``finished`` false, and is not saved. Each is saved when it ends, while the others continue.
+    A training that diverges is returned with ``finished`` false, and is not saved. Each is saved when it ends.
     `progress` is the label under which the mean loss is shown.
 
     Raises ValueError, before anything is compiled, for configs that differ in more, that have stages or start from a

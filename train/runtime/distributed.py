@@ -116,7 +116,11 @@ def collect(function: Callable[[], Any]) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [function()]
-    return [_value(outcome) for outcome in gather(json.dumps(_outcome(function)))]
+    outcomes = [json.loads(outcome) for outcome in gather(json.dumps(_outcome(function)))]
+    for kind, value in outcomes:
+        if kind is not None:
+            raise _SHARED_ERRORS[kind](value)
+    return [value for _, value in outcomes]
 
 
 def print_once() -> Callable[[str], Any]:
@@ -136,14 +140,6 @@ def _outcome(function: Callable[[], Any]) -> tuple[int | None, Any]:
         return next(n for n, kind in enumerate(_SHARED_ERRORS) if isinstance(error, kind)), str(error)
 
 
-def _value(outcome: str) -> Any:
-    """The value of an `_outcome` in JSON; if it holds an error, that is raised."""
-    kind, value = json.loads(outcome)
-    if kind is not None:
-        raise _SHARED_ERRORS[kind](value)
-    return value
-
-
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
     """An event that the first SIGINT or SIGTERM sets; a second one has its usual effect. Works in the main thread only.
@@ -151,25 +147,23 @@ def stop_requested() -> Iterator[threading.Event]:
     With several processes jax itself listens for SIGTERM, notifies the others and lets all stop after the same step. So
     SIGINT becomes a SIGTERM here; ask `reached_preemption`, not the event.
     """
-    stop = threading.Event()
-    numbers = (signal.SIGINT,) if jax.distributed.is_initialized() else (signal.SIGINT, signal.SIGTERM)
-    numbers = numbers if threading.current_thread() is threading.main_thread() else ()
-    usual = {number: signal.getsignal(number) for number in numbers}
+    stop, is_joined = threading.Event(), jax.distributed.is_initialized()
+    numbers = (signal.SIGINT,) if is_joined else (signal.SIGINT, signal.SIGTERM)
 
     def ask(number: int, _: Any) -> None:
         signal.signal(number, usual[number])
-        if jax.distributed.is_initialized():
+        if is_joined:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             stop.set()
 
-    for number in numbers:
-        signal.signal(number, ask)
+    in_main = threading.current_thread() is threading.main_thread()
+    usual = {number: signal.signal(number, ask) for number in numbers if in_main}
     try:
         yield stop
     finally:
-        for number in numbers:
-            signal.signal(number, usual[number])
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def reached_preemption(step: int, stop: threading.Event) -> bool:
