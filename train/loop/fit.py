@@ -5,7 +5,6 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,13 +125,9 @@ def write_result(result: FitResult) -> None:
 
 def read_result(directory: str | Path) -> FitResult | None:
     """The result of a finished run; None when it is not finished."""
-    values = _read_values(path(directory) / "fit.json")
+    location = path(directory) / "fit.json"
+    values = decide(lambda: json.loads(location.read_text()) if location.exists() else None)
     return FitResult(path(directory), **values) if values else None
-
-
-@decided
-def _read_values(location: Path) -> dict[str, Any] | None:
-    return json.loads(location.read_text()) if location.exists() else None
 
 
 @dataclass(frozen=True)
@@ -140,6 +135,7 @@ class Stage:
     """One stage, ready to be compiled: what it is made from, and the number of updates before it."""
 
     number: int
+    name: str  # empty if the config has no stages
     first_step: int
     setup: Setup
     program: Program
@@ -174,12 +170,17 @@ def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
     """All stages of a config, traced and checked against each other before any text is read, without compiling."""
     check_distinct("stages", config.stage_names, "give one of them its own name")
     built: list[tuple[Setup, Program]] = []
+    names = config.stage_names if config.stages else ("",)
     for number, stage in enumerate(config.every_stage):
         try:
             built.append(_build(stage, built[-1][0] if built else None))
             if stage.scheme.name == RELEASED and stage.scheme.options:
-                which = f"stage {config.stage_names[number]}: " if config.stages else ""
-                log(f"{which}the released scheme, {_in_words(trained_changes(stage, stage.scheme))}")
+                which, changes = (
+                    f"stage {names[number]}: " if config.stages else "",
+                    trained_changes(stage, stage.scheme),
+                )
+                how = f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
+                log(f"{which}the released scheme, {how}")
             if message := built[-1][0].undivided:
                 log(f"warning: {message}")
         except ValueError as error:
@@ -188,13 +189,9 @@ def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
         log(f"warning: {line}")
     firsts = itertools.accumulate((setup.config.train.steps for setup, _ in built), initial=0)
     return [
-        Stage(number, first, setup, program, training_rows(setup.config, log), _held_out(setup.config))
-        for number, (first, (setup, program)) in enumerate(zip(firsts, built, strict=False))
+        Stage(number, name, first, setup, program, training_rows(setup.config, log), _held_out(setup.config))
+        for number, (name, first, (setup, program)) in enumerate(zip(names, firsts, built, strict=False))
     ]
-
-
-def _in_words(changes: Mapping[str, Any]) -> str:
-    return f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
 
 
 def _held_out(config: Config) -> Any:
@@ -280,8 +277,7 @@ class Training:
         stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
         state, step = self._first_state(stage, saved, stream)
         held_out, reached_loss = _held_out_batches(stage), False
-        name = self.config.stage_names[stage.number] if self.config.stages else ""
-        self.monitor.begin_stage(stage.setup, name, step, min(WARM_STEPS, stage.last_step - step - 1))
+        self.monitor.begin_stage(stage.setup, stage.name, step, min(WARM_STEPS, stage.last_step - step - 1))
         while step < stage.last_step:
             # Dispatch is asynchronous: the loop waits for the devices only when it reads a number.
             batch = self.monitor.next(stream)
