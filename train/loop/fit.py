@@ -24,7 +24,7 @@ from train.data.packing import Batch, pack_sample
 from train.data.pipeline import batches, held_out_sample, training_rows, warnings_of_shared_text
 from train.loop.optimizer import kept_moments
 from train.loop.step import Program, StepMetrics, build_program
-from train.model.build import RELEASED, Setup, as_released, check_model, trained_changes
+from train.model.build import RELEASED, Setup, as_released, check_model
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
@@ -174,15 +174,8 @@ def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
     for number, stage in enumerate(config.every_stage):
         try:
             built.append(_build(stage, built[-1][0] if built else None))
-            if stage.scheme.name == RELEASED and stage.scheme.options:
-                which, changes = (
-                    f"stage {names[number]}: " if config.stages else "",
-                    trained_changes(stage, stage.scheme),
-                )
-                how = f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
-                log(f"{which}the released scheme, {how}")
-            if message := built[-1][0].undivided:
-                log(f"warning: {message}")
+            for line in built[-1][0].notes:
+                log(f"stage {names[number]}: {line}" if config.stages else line)
         except ValueError as error:
             raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
     for line in decide(lambda: warnings_of_shared_text(config)):

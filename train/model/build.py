@@ -1,6 +1,7 @@
 """From a config to a model: the scheme, and the decoder around it."""
 
 import dataclasses
+import json
 from functools import cached_property
 from typing import Any
 
@@ -180,6 +181,16 @@ class Setup:
     def undivided(self) -> str:
         """A line on the parameters that the mesh does not divide; see `train.model.sharding.replicated`."""
         return replicated(self.mesh, self.axes, self.shapes)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on how a released scheme is changed, and `undivided`."""
+        lines, entry = [], self.config.scheme
+        if entry.name == RELEASED and entry.options:
+            changes = trained_changes(self.config, entry)
+            how = f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
+            lines.append(f"the released scheme, {how}")
+        return [*lines, f"warning: {self.undivided}"] if self.undivided else lines
 
 
 def check_model(setup: Setup) -> None:
