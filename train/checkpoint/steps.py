@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from train.checkpoint import integrity
-from train.runtime.distributed import decided, gather
+from train.runtime.distributed import collect, decide, decided
 from train.runtime.paths import is_local, names_in, write_file
 
 COMMIT = ocp.path.atomicity.COMMIT_SUCCESS_FILE
@@ -110,11 +110,12 @@ def check_shared(folder: Path, patience: float = 30.0) -> None:
     """Raises ValueError, on every process, unless all of them see what process 0 writes into the folder."""
     if jax.process_count() == 1:
         return
-    token = folder / _write_token(folder)
+    token = folder / f".shared-{decide(lambda: uuid.uuid4().hex)}"
+    decide(lambda: write_file(token, ""))
     until = time.monotonic() + patience  # network file systems take a moment
-    while not (seen := token.exists()) and time.monotonic() < until:
+    while not token.exists() and time.monotonic() < until:
         time.sleep(0.5)
-    blind = [process for process, answer in enumerate(gather("seen" if seen else "")) if not answer]
+    blind = [process for process, sees_it in enumerate(collect(token.exists)) if not sees_it]
     if jax.process_index() == 0:
         token.unlink()
     if blind:
@@ -122,13 +123,6 @@ def check_shared(folder: Path, patience: float = 30.0) -> None:
             f"{folder} is not shared: process {blind[0]} does not see what process 0 writes there; name a folder on a "
             "disk that all hosts share, or a gs:// address, as output"
         )
-
-
-@decided
-def _write_token(folder: Path) -> str:
-    name = f".shared-{uuid.uuid4().hex}"
-    write_file(folder / name, "")
-    return name
 
 
 def tell_passed(folder: Path, step: int, problem: str) -> None:

@@ -84,6 +84,10 @@ def _has_tpu(environment: Mapping[str, str]) -> bool:
     return chips and (bool(listed) or "TPU_SKIP_MDS_QUERY" not in environment)
 
 
+_SHARED_ERRORS = (FileNotFoundError, OSError, ValueError)
+"""Kinds of errors that are raised on all processes; a subclass comes before its base class."""
+
+
 def gather(text: str) -> list[str]:
     """The texts of all processes, in their order, returned on every process. All processes must call it."""
     if jax.process_count() == 1:
@@ -116,7 +120,11 @@ def collect(function: Callable[[], Any]) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [function()]
-    outcomes = [json.loads(outcome) for outcome in gather(json.dumps(_outcome(function)))]
+    try:
+        outcome = None, function()
+    except _SHARED_ERRORS as error:
+        outcome = next(n for n, kind in enumerate(_SHARED_ERRORS) if isinstance(error, kind)), str(error)
+    outcomes = [json.loads(each) for each in gather(json.dumps(outcome))]
     for kind, value in outcomes:
         if kind is not None:
             raise _SHARED_ERRORS[kind](value)
@@ -126,18 +134,6 @@ def collect(function: Callable[[], Any]) -> list[Any]:
 def print_once() -> Callable[[str], Any]:
     """A function that prints a line on process 0, and does nothing on the other processes."""
     return partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
-
-
-_SHARED_ERRORS = (FileNotFoundError, OSError, ValueError)
-"""Kinds of errors that are raised on all processes; a subclass comes before its base class."""
-
-
-def _outcome(function: Callable[[], Any]) -> tuple[int | None, Any]:
-    """What a function returns, or the number of its error's kind and the error's message."""
-    try:
-        return None, function()
-    except _SHARED_ERRORS as error:
-        return next(n for n, kind in enumerate(_SHARED_ERRORS) if isinstance(error, kind)), str(error)
 
 
 @contextmanager
