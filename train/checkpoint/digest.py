@@ -64,13 +64,14 @@ def _words(array: Any) -> UInt32[Array, "..."]:
     return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
 
 
+@jax.jit
 def _digest(block: Array, start: tuple[int, ...]) -> UInt32[Array, ""]:
-    """The digest of a block that begins at `start` in its array."""
+    """The digest of a block that begins at `start` in its array; one program, which needs no memory but the block's."""
     words = _words(block)
     words = words.reshape(words.shape or (1,))
     start = start + (0,) * (words.ndim - len(start))
     for axis, (first, size) in enumerate(zip(start, words.shape, strict=True)):
-        indices = jnp.arange(size, dtype=jnp.uint32) + np.uint32(first)
+        indices = jnp.arange(size, dtype=jnp.uint32) + first
         weighted = indices * np.uint32(pow(_AXIS, axis + 1, 2**32))
         words = words ^ weighted.reshape([size if each == axis else 1 for each in range(words.ndim)])
         words = words * np.uint32(_MIX[0])
