@@ -39,7 +39,7 @@ def fit(path: str, overrides: Sequence[str]) -> int:
 
 def _tell(config: Any, result: Any) -> None:
     """Prints the result of a training in one line."""
-    from train.monitor.goodput import share
+    from train.monitor.meter import share
 
     if not result.finished:
         print(f"stopped after {result.steps} of {config.steps} steps; the same command resumes")

@@ -30,7 +30,7 @@ from train.loop.fit import fit, initial_parameters
 from train.model.build import Setup
 from train.model.extension import completed
 from train.model.mesh import make_mesh
-from train.runtime.rows import read_rows
+from train.runtime.paths import read_rows
 
 
 @pytest.fixture(scope="module", autouse=True)

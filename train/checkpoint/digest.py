@@ -12,11 +12,12 @@ probability 2^-32.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
@@ -38,25 +39,22 @@ _UNREAD = (
 )
 
 
-def names(items: Mapping[str, Any]) -> list[str]:
-    """The name of every array of a checkpoint's items, as ``parameters/stacks.0.0.mlp.up``: item and Orbax's name."""
-    return [
-        f"{item}/{keystr(path, simple=True, separator='.')}"
-        for item in sorted(items)
-        for path, _ in tree_flatten_with_path(items[item])[0]
-    ]
-
-
 @jax.jit
-def digests(items: Mapping[str, Any]) -> UInt32[Array, "arrays"]:
-    """The digests of all arrays, in the order of `names`, on every device; all processes call it together."""
-    leaves = [leaf for item in sorted(items) for leaf in jax.tree.leaves(items[item])]
-    return jnp.stack([_digest(_words(leaf), (0,) * leaf.ndim, jnp) for leaf in leaves])
+def digests(items: Mapping[str, Any]) -> dict[str, UInt32[Array, ""]]:
+    """The digest of every array of a checkpoint's items, on every device; all processes call it together.
+
+    An array's name is its item and Orbax's name, as in ``parameters/stacks.0.0.mlp.up``.
+    """
+    return {
+        f"{item}/{keystr(path, simple=True, separator='.')}": _digest(leaf, (0,) * leaf.ndim)
+        for item, tree in items.items()
+        for path, leaf in tree_flatten_with_path(tree)[0]
+    }
 
 
-def by_name(arrays: Sequence[str], found: UInt32[Array, "arrays"]) -> dict[str, int]:
-    """The result of `digests` by the names of the arrays; waits until the devices have computed it."""
-    return dict(zip(arrays, np.asarray(found).tolist(), strict=True))
+def values_of(found: Mapping[str, UInt32[Array, ""]]) -> dict[str, int]:
+    """The result of `digests` as numbers; waits until the devices have computed it."""
+    return {name: int(digest) for name, digest in found.items()}
 
 
 def _words(array: Any) -> UInt32[Array, "..."]:
@@ -66,18 +64,20 @@ def _words(array: Any) -> UInt32[Array, "..."]:
     return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
 
 
-def _digest(words: Any, start: tuple[int, ...], xp: ModuleType) -> Any:
-    """The digest of a block of words that begins at `start` in its array; `xp` is numpy or jax.numpy."""
+@jax.jit
+def _digest(block: Array, start: tuple[int, ...]) -> UInt32[Array, ""]:
+    """The digest of a block that begins at `start` in its array; one program, which needs no memory but the block's."""
+    words = _words(block)
     words = words.reshape(words.shape or (1,))
     start = start + (0,) * (words.ndim - len(start))
     for axis, (first, size) in enumerate(zip(start, words.shape, strict=True)):
-        indices = xp.arange(size, dtype=np.uint32) + np.uint32(first)
+        indices = jnp.arange(size, dtype=jnp.uint32) + first
         weighted = indices * np.uint32(pow(_AXIS, axis + 1, 2**32))
         words = words ^ weighted.reshape([size if each == axis else 1 for each in range(words.ndim)])
         words = words * np.uint32(_MIX[0])
     words = words ^ (words >> np.uint32(13))
     words = words * np.uint32(_MIX[1])
-    return (words ^ (words >> np.uint32(16))).sum(dtype=np.uint32)
+    return (words ^ (words >> np.uint32(16))).sum(dtype=jnp.uint32)
 
 
 def read_digests(folder: Path, item: str, process: int = 0, processes: int = 1) -> dict[str, int]:
@@ -87,33 +87,25 @@ def read_digests(folder: Path, item: str, process: int = 0, processes: int = 1) 
     An array is read block by block, as its devices wrote it, so it need not fit into memory. Raises ValueError for
     files that TensorStore finds damaged, and OSError for those that it cannot read.
     """
+    found, context, kept = {}, tensorstore.Context(), _database(folder / item)
     try:
-        return _read_digests(folder, item, process, processes)
+        with ThreadPoolExecutor(_READERS) as readers:
+            for name in _stored_names(kept):
+                spec = {"driver": "zarr", "kvstore": {**kept, "path": f"{name}/"}}
+                array = tensorstore.open(spec, context=context, read=True).result()
+                mine = itertools.islice(_blocks(array), process, None, processes)
+                parts = readers.map(partial(_read_digest, array), mine)
+                found[f"{item}/{name}"] = sum(parts) % 2**32
     except ValueError as error:
         if str(error).startswith(_UNREAD):
             raise OSError(str(error)) from error
         raise
-
-
-def _read_digests(folder: Path, item: str, process: int, processes: int) -> dict[str, int]:
-    context = tensorstore.Context()
-    with ThreadPoolExecutor(_READERS) as readers:
-        found = {}
-        for name in _stored_names(folder / item):
-            spec = {"driver": "zarr", "kvstore": {**_database(folder / item), "path": f"{name}/"}}
-            array = tensorstore.open(spec, context=context, read=True).result()
-            mine = itertools.islice(_blocks(array), process, None, processes)
-            parts = readers.map(lambda block, array=array: _read_digest(array, block), mine)
-            found[f"{item}/{name}"] = sum(parts) % 2**32
     return found
 
 
 def _read_digest(array: tensorstore.TensorStore, block: tuple[slice, ...]) -> int:
-    values = np.ascontiguousarray(array[block].read().result()).reshape([each.stop - each.start for each in block])
-    width = min(values.dtype.itemsize, 4)
-    shape = values.shape + ((-1,) if values.dtype.itemsize > width else ())
-    words = values.reshape(-1).view(f"uint{8 * width}").reshape(shape).astype(np.uint32)
-    return int(_digest(words, tuple(each.start for each in block), np))
+    values = np.reshape(array[block].read().result(), [each.stop - each.start for each in block])
+    return int(_digest(jnp.asarray(values), tuple(each.start for each in block)))
 
 
 def _blocks(array: tensorstore.TensorStore) -> Iterator[tuple[slice, ...]]:
@@ -126,14 +118,12 @@ def _blocks(array: tensorstore.TensorStore) -> Iterator[tuple[slice, ...]]:
     return itertools.product(*axes)
 
 
-def _stored_names(folder: Path) -> list[str]:
-    keys = tensorstore.KvStore.open(_database(folder)).result().list().result()
+def _stored_names(database: Mapping[str, Any]) -> list[str]:
+    keys = tensorstore.KvStore.open(database).result().list().result()
     return sorted(key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray"))
 
 
 def _database(folder: Path) -> dict[str, Any]:
     """Where TensorStore keeps the arrays of an item."""
-    if is_local(folder):
-        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}}
-    bucket, _, root = str(folder).partition("://")[2].partition("/")
-    return {"driver": "ocdbt", "base": {"driver": "gcs", "bucket": bucket, "path": f"{root.rstrip('/')}/"}}
+    address = folder.absolute().as_uri() if is_local(folder) else quote(str(folder), safe=":/")
+    return {"driver": "ocdbt", "base": f"{address}/"}

@@ -11,7 +11,7 @@ from posjax.nn.huggingface.save import files_beside
 from train import report
 from train.checkpoint.steps import finished_steps
 from train.config import Config, differences, dump, own_tokenizer, parse_text
-from train.runtime.distributed import decide
+from train.runtime.distributed import decided
 from train.runtime.lines import Listed
 from train.runtime.machine import own_versions
 from train.runtime.paths import names_in, write_file
@@ -34,12 +34,9 @@ RUN_FILES = frozenset(
 """What a run directory may hold; a folder with anything else in it is never written into."""
 
 
+@decided
 def check_run(config: Config, directory: Path) -> None:
     """Raises ValueError for a directory that holds a run of another config, naming the differences, or other files."""
-    decide(lambda: _check_run(config, directory))
-
-
-def _check_run(config: Config, directory: Path) -> None:
     if directory.is_file():
         raise ValueError(f"{directory} is a file; choose another name for the run")
     strange = sorted(path.name for path in directory.glob("*") if path.name not in RUN_FILES)
@@ -47,30 +44,27 @@ def _check_run(config: Config, directory: Path) -> None:
         raise ValueError(f"{directory} has files that are not of a run ({strange[0]}); choose another name")
     if (directory / "config.yaml").exists():
         saved = read_config(directory)
-        if _started(directory):
+        if is_started(directory):
             refuse_another(saved, config, str(directory))
 
 
-def is_started(directory: Path) -> bool:
-    """Whether a training has saved anything there that the next one would resume."""
-    return decide(lambda: _started(directory))
+@decided
+def create_run(config: Config, directory: Path) -> bool:
+    """Makes the run directory, unless a training has started there; call `check_run` first.
 
-
-def create_run(config: Config, directory: Path) -> None:
-    """Makes the run directory, unless a training has started there; call `check_run` first."""
-    decide(lambda: _create_run(config, directory))
-
-
-def _create_run(config: Config, directory: Path) -> None:
+    Returns whether the run is new; otherwise something is saved there that the training resumes.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    if not _started(directory):
-        write_file(directory / "config.yaml", dump(config))
-        write_file(directory / "versions.json", json.dumps(own_versions(), indent=2) + "\n")
-        if config.init.path:
-            keep_files(config, directory)
+    if is_started(directory):
+        return False
+    write_file(directory / "config.yaml", dump(config))
+    write_file(directory / "versions.json", json.dumps(own_versions(), indent=2) + "\n")
+    if config.init.path:
+        keep_files(config, directory)
+    return True
 
 
-def _started(directory: Path) -> bool:
+def is_started(directory: Path) -> bool:
     """Whether anything was saved; a run that failed before its first save does not block a corrected one."""
     metrics = directory / "metrics.jsonl"
     return bool(finished_steps(directory / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
@@ -89,14 +83,11 @@ def read_config(directory: Path) -> Config:
 def check_one_run(directory: Path) -> None:
     """Raises `Listed`, with the runs in it, for a folder that only holds runs, such as that of a comparison."""
     with reaching(directory):
-        runs = [] if (directory / "checkpoints").exists() else _runs_in(directory)
+        is_folder = directory.is_dir() and not (directory / "checkpoints").exists()
+        places = [directory / name for name in (names_in(directory) if is_folder else ())]
+        runs = [str(place) for place in places if (place / "config.yaml").exists()]
     if runs:
         raise Listed(f"{directory} is not a run; name one of those in it:", runs)
-
-
-def _runs_in(folder: Path) -> list[str]:
-    names = names_in(folder) if folder.is_dir() else []
-    return [str(folder / name) for name in names if (folder / name / "config.yaml").exists()]
 
 
 def refuse_another(saved: Config, found: Config, where: str) -> None:

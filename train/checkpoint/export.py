@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
-from posjax.nn import from_pretrained, save_pretrained
+from posjax.nn import save_pretrained
 from posjax.nn.huggingface.family import length_value
 from posjax.nn.huggingface.files import open_location
 from posjax.nn.huggingface.load import CONFIG, is_released
@@ -49,7 +47,7 @@ def export(
     """
     config = config_of(location, overrides)
     like = _original(location, config)
-    stage, model = _model(location, config)
+    stage, model = restore(location, config)
     entry, longest = entry_in_stage(config.scheme, config, stage), max(stage.evaluate.lengths)
     options = extension_of(stage, entry, longest)
     nothing = f"scheme.extend changes nothing up to {longest} tokens, the longest of evaluate.lengths"
@@ -86,11 +84,6 @@ def _tokenizers_of(location: str | Path, config: Config) -> tuple[str, ...]:
     if not config.init.path:
         return ()
     return own_tokenizer(config.init.path), str(path(location) / KEPT / "tokenizer.json")
-
-
-def _model(location: str | Path, config: Config) -> tuple[Config, nnx.Module]:
-    """The config of the newest stage and its model; a released model has the dtype of its files."""
-    return restore(location, config) if is_run(location) else (config, from_pretrained(location, dtype=None))
 
 
 def _original(location: str | Path, config: Config) -> str | None:

@@ -14,7 +14,6 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -41,10 +40,6 @@ class Seal(NamedTuple):
     arrays: dict[str, int]
 
 
-class Unfinished(ValueError):
-    """Raised for a checkpoint that not all processes have sealed."""
-
-
 def seal(folder: Path, process: int, processes: int, arrays: Mapping[str, int]) -> None:
     """Writes this process's part of the seal. Call it after all processes have written everything else."""
     found = files(folder)
@@ -61,50 +56,37 @@ def _holds_values(name: str) -> bool:
     return PurePosixPath(name).parent.name == "d"
 
 
-def problem(folder: Path, process: int = 0, processes: int = 1) -> str:
-    """The first problem in this process's share of a folder, in a few words; empty if there is none.
+def problems(folder: Path, process: int = 0, processes: int = 1) -> Iterator[str]:
+    """The problems of this process's share of a folder, each in a few words.
 
     All names and sizes are compared first, which takes one listing; then the checksums of the share. No array is read.
 
     Raises OSError for what cannot be read, for example when the network is down: that is not damage.
     """
-    return next(problems(folder, process, processes), "")
-
-
-def problems(folder: Path, process: int = 0, processes: int = 1) -> Iterator[str]:
-    """All problems, of which `problem` gives the first."""
+    changed = "{} has changed since it was written".format
     try:
-        yield from _problems(folder, process, processes)
+        expected, found = read_seal(folder).files, files(folder)
+        same = []
+        for name, (size, sealed) in sorted(expected.items()):
+            if name not in found:
+                yield f"{name} is missing"
+            elif found[name].size != size:
+                yield f"{name} has {found[name].size} bytes of {size}"
+            elif isinstance(sealed, str) and found[name].mark not in (None, sealed):
+                yield changed(name)
+            elif isinstance(sealed, int):
+                same.append(name)
+        mine = _share(same, process, processes)
+        checksums = zip(mine, _checksums(folder, mine), strict=True)
+        yield from (changed(name) for name, checksum in checksums if checksum != expected[name][1])
     except FileNotFoundError as error:
         yield f"{error.filename or error} is missing"
     except ValueError as error:
         yield in_a_line(error)
 
 
-def _problems(folder: Path, process: int, processes: int) -> Iterator[str]:
-    expected, found = read_seal(folder).files, files(folder)
-    same = []
-    for name, (size, sealed) in sorted(expected.items()):
-        if name not in found:
-            yield f"{name} is missing"
-        elif found[name].size != size:
-            yield f"{name} has {found[name].size} bytes of {size}"
-        elif isinstance(sealed, str) and found[name].mark not in (None, sealed):
-            yield _changed(name)
-        elif isinstance(sealed, int):
-            same.append(name)
-    mine = _share(same, process, processes)
-    for name, checksum in zip(mine, _checksums(folder, mine), strict=True):
-        if checksum != expected[name][1]:
-            yield _changed(name)
-
-
-def _changed(name: str) -> str:
-    return f"{name} has changed since it was written"
-
-
 def differing(folder: Path, arrays: Mapping[str, int]) -> list[str]:
-    """The problems of arrays that were read, found by their digests."""
+    """The problems of arrays that were read, found by their digests; all processes call it together."""
     expected = read_seal(folder).arrays
     other = [name for name, digest in arrays.items() if expected.get(name) != digest]
     return [f"the values of the array {name} have changed since they were saved" for name in other]
@@ -124,16 +106,26 @@ def files(folder: Path) -> dict[str, File]:
     }
 
 
+def missing(folder: Path) -> str:
+    """What is missing of the seal, in a few words; empty if all processes have sealed the folder."""
+    parts = _parts(folder)
+    count = int(parts[0].stem.partition("-of-")[2]) if parts else 1
+    if len(parts) == count:
+        return ""
+    found = f": {len(parts)} of {count} parts of its checksums exist" if parts else ""
+    return f"it was not completely written{found}"
+
+
+def _parts(folder: Path) -> list[Path]:
+    return [folder / FOLDER / name for name in names_in(folder / FOLDER) if name[0].isdigit()]
+
+
 def read_seal(folder: Path) -> Seal:
-    """All parts of the seal together. Raises Unfinished when one is missing, and ValueError when one is unreadable."""
-    parts = [folder / FOLDER / name for name in names_in(folder / FOLDER) if fnmatchcase(name, "*-of-*.json")]
-    if not parts:
-        raise Unfinished("it was not completely written")
-    count = int(parts[0].stem.partition("-of-")[2])
-    if len(parts) != count:
-        raise Unfinished(f"it was not completely written: {len(parts)} of {count} parts of its checksums exist")
+    """All parts of the seal together. Raises ValueError when one is missing or unreadable."""
+    if found := missing(folder):
+        raise ValueError(found)
     whole = Seal({}, {})
-    for part in parts:
+    for part in _parts(folder):
         try:
             values = json.loads(part.read_bytes())
             whole.files.update(values["files"])

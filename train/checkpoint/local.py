@@ -13,13 +13,13 @@ on its own disk.
 import json
 import os
 import shutil
+import tempfile
 import uuid
-import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from train.checkpoint.manager import Checkpoint
 from train.checkpoint.steps import tell
 from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
-from train.runtime.distributed import decide, gather
+from train.runtime.distributed import decided, gather
 from train.runtime.lines import in_a_line
 from train.runtime.paths import write_file
 
@@ -40,7 +40,9 @@ _ARRAYS, _RUN = "state.npz", "run"
 
 @dataclass(frozen=True)
 class LocalCheckpoint(Checkpoint):
-    """A checkpoint that every process has on a disk of its own."""
+    """A checkpoint that every process has on a disk of its own, and the state that was read from it."""
+
+    state: TrainState = field(compare=False, repr=False)
 
 
 class LocalCheckpoints:
@@ -57,7 +59,7 @@ class LocalCheckpoints:
         run = f"{config.name.replace('/', '-')}-{zlib.crc32(str(directory.absolute()).encode()):08x}"
         self._root = Path(config.local_folder) / run
         self._folder = self._root / f"{jax.process_index()}-of-{jax.process_count()}"
-        self._said = {"mark": decide(lambda: _mark(directory)), "corpora": list(corpora), "config": to_dict(config)}
+        self._said = {"mark": _mark(directory), "corpora": list(corpora), "config": to_dict(config)}
         if problem := next(filter(None, gather(self._open())), ""):
             raise ValueError(f"train.local_folder: {problem}; name a folder on a disk of each host")
         self._thread = ThreadPoolExecutor(1, "local checkpoints")
@@ -68,30 +70,21 @@ class LocalCheckpoints:
     def newest(self, states: Sequence[TrainState], lasting: Checkpoint | None) -> LocalCheckpoint | None:
         """The newest local checkpoint that every process can use, if it is newer than the permanent one, `lasting`.
 
-        `states` are the shapes and shardings of the states of all stages.
+        `states` are the shapes and shardings of the states of all stages; the checkpoint holds one like them.
         """
-        least = 0 if lasting is None else lasting.step
         held = [set(json.loads(steps)) for steps in gather(json.dumps(self._steps()))]
         for step in sorted(set.intersection(*held), reverse=True):
-            if step > least and self._is_usable(step, states):
-                run, self._last, self._common = self._run(step), step, step
-                return LocalCheckpoint(step, run["stage"], run["stream"])
+            if lasting is not None and step <= lasting.step:
+                return None
+            found = self._read(step, states)
+            positions = set(gather(json.dumps(found and [found.stage, found.stream])))
+            if len(positions) == 1 and found:
+                self._last = self._common = step
+                return found
+            if found:
+                self._tell_unused(step, "other processes have none, or one of another position in the data")
+            del found  # makes room on the devices for the next
         return None
-
-    def _is_usable(self, step: int, states: Sequence[TrainState]) -> bool:
-        """Whether every process can use a checkpoint, and all saved it at the same position in the data."""
-        if any(gather(self._problem(step, states))):
-            return False
-        positions = gather(json.dumps({key: self._run(step)[key] for key in ("stage", "stream")}))
-        if len(set(positions)) > 1:
-            self._tell_unused(step, f"the processes saved it at {len(set(positions))} positions in the data")
-        return len(set(positions)) == 1
-
-    def restore(self, saved: LocalCheckpoint, abstract: TrainState) -> TrainState:
-        """The saved state, laid out as `abstract` says."""
-        with np.load(self._folder / str(saved.step) / _ARRAYS) as arrays:
-            leaves, structure = jax.tree.flatten(abstract)
-            return structure.unflatten([_read(arrays, number, leaf) for number, leaf in enumerate(leaves)])
 
     def save(self, step: int, stage: int, state: TrainState, stream: Any) -> None:
         """Saves the state after `step` updates of the run, with the data's position."""
@@ -109,12 +102,12 @@ class LocalCheckpoints:
             self._root.rmdir()
 
     def _open(self) -> str:
+        """Makes the folder, without what an interruption left; returns why it cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for part in self._folder.glob(".*"):
                 shutil.rmtree(part, ignore_errors=True)
-            write_file(self._folder / ".written", "")
-            (self._folder / ".written").unlink()
+            tempfile.TemporaryFile(dir=self._folder).close()
         except OSError as error:
             return f"process {jax.process_index()} cannot write there: {error}"
         return ""
@@ -122,25 +115,25 @@ class LocalCheckpoints:
     def _steps(self) -> list[int]:
         return sorted(int(location.name) for location in self._folder.iterdir() if location.name.isdigit())
 
-    def _run(self, step: int) -> dict[str, Any]:
-        # If NumPy opened the file itself, it would not close a damaged one.
-        with (self._folder / str(step) / _ARRAYS).open("rb") as file, np.load(file) as arrays:
-            return json.loads(arrays[_RUN].tobytes())
-
-    def _problem(self, step: int, states: Sequence[TrainState]) -> str:
-        """Why this process cannot use a checkpoint; reported unless the checkpoint belongs to another run or config."""
+    def _read(self, step: int, states: Sequence[TrainState]) -> LocalCheckpoint | None:
+        """A checkpoint of this process; None if it cannot be used, which is reported unless it belongs to another run
+        or config."""
         try:
-            run = self._run(step)
-            if any(run[key] != self._said[key] for key in ("mark", "corpora")):
-                return "of another run"
-            if changed := differences(parse(run["config"]), self._config):
-                return changed[0]
-            found = _problem_of_arrays(self._folder / str(step) / _ARRAYS, states[run["stage"]])
+            # If NumPy opened the file itself, it would not close a damaged one.
+            with (self._folder / str(step) / _ARRAYS).open("rb") as file, np.load(file) as arrays:
+                run = json.loads(arrays[_RUN].tobytes())
+                if any(run[key] != self._said[key] for key in ("mark", "corpora")):
+                    return None
+                if differences(parse(run["config"]), self._config):
+                    return None
+                leaves, structure = jax.tree.flatten(states[run["stage"]])
+                state = structure.unflatten([_on_devices(arrays, number, leaf) for number, leaf in enumerate(leaves)])
+                return LocalCheckpoint(step, run["stage"], run["stream"], state)
+        except KeyError:
+            self._tell_unused(step, "its devices now hold other parts of the state, because of another mesh")
         except Exception as error:  # zipfile and NumPy raise errors of any kind for a damaged file
-            found = in_a_line(error)
-        if found:
-            self._tell_unused(step, found)
-        return found
+            self._tell_unused(step, in_a_line(error))
+        return None
 
     def _tell_unused(self, step: int, why: str) -> None:
         tell(f"the local checkpoint of step {step} in {self._folder} is not used ({why})")
@@ -176,6 +169,7 @@ class LocalCheckpoints:
         self._thread.shutdown()
 
 
+@decided
 def _mark(directory: Path) -> str:
     """The name that distinguishes the run from an earlier one in the same directory."""
     location = directory / LOCAL_MARK
@@ -200,23 +194,9 @@ def _key(number: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> str:
     return "_".join([str(number), *(f"{start}-{stop}" for start, stop in bounds)])
 
 
-def _needed(number: int, leaf: Any) -> set[str]:
-    """The parts of a leaf that the devices of this process hold."""
-    parts = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-    return {_key(number, leaf.shape, index) for index in parts}
+def _on_devices(arrays: Any, number: int, leaf: Any) -> jax.Array:
+    """A leaf of a saved state. Reading a part raises an error if its checksum in the file is another one."""
 
-
-def _problem_of_arrays(location: Path, abstract: TrainState) -> str:
-    needed = set.union(*(_needed(number, leaf) for number, leaf in enumerate(jax.tree.leaves(abstract))))
-    with zipfile.ZipFile(location) as file:
-        if damaged := file.testzip():
-            return f"{damaged} has changed since it was written"
-        if {f"{key}.npy" for key in needed | {_RUN}} != set(file.namelist()):
-            return "its devices now hold other parts of the state, because of another mesh"
-    return ""
-
-
-def _read(arrays: Any, number: int, leaf: Any) -> jax.Array:
     def part(index: tuple[slice, ...]) -> np.ndarray:
         shape = leaf.sharding.shard_shape(leaf.shape)
         return arrays[_key(number, leaf.shape, index)].view(leaf.dtype).reshape(shape)

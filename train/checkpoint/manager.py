@@ -20,14 +20,14 @@ import jax
 import orbax.checkpoint as ocp
 
 from train.checkpoint import integrity
-from train.checkpoint.digest import by_name, digests, names
+from train.checkpoint.digest import digests, values_of
 from train.checkpoint.directory import refuse_another
 from train.checkpoint.reading import Damaged, read_whole
 from train.checkpoint.steps import (
     check_shared,
     clean,
     finished_steps,
-    open_manager,
+    place_of,
     read_run,
     remove,
     set_aside,
@@ -36,7 +36,7 @@ from train.checkpoint.steps import (
 )
 from train.config import Config, differences, parse, to_dict
 from train.model.state import TrainState
-from train.runtime.distributed import collect, decide, gather, is_loss
+from train.runtime.distributed import collect, decide, decided, gather, is_loss
 from train.runtime.paths import check_checkpoints
 
 
@@ -71,7 +71,7 @@ class Checkpoints:
         check_shared(self._folder)
         self._newest = self._find()
         self._stages = dict(decide(lambda: list(stages_of(self._folder).items())))
-        self._manager = open_manager(self._folder)
+        self._saver = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, "checksums")
         self._sealing: Future | None = None
 
@@ -126,16 +126,17 @@ class Checkpoints:
         found = digests(items)  # before the next update reuses the state's memory
         arrays = {name: ocp.args.StandardSave(item) for name, item in items.items()}
         # Orbax makes all processes wait for each other here, so all of them have sealed the previous checkpoint.
-        self._manager.save(step, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **arrays), force=True)
+        place = place_of(self._folder / str(step))
+        self._saver.save(place, args=ocp.args.Composite(run=ocp.args.JsonSave(run), **arrays))
         self._stages[step] = stage
-        self._sealing = self._thread.submit(self._seal, step, names(items), found)
+        self._sealing = self._thread.submit(self._seal, step, found)
 
-    def _seal(self, step: int, arrays: list[str], found: jax.Array) -> None:
+    def _seal(self, step: int, found: Mapping[str, jax.Array]) -> None:
         """Waits until all processes have written a checkpoint, adds the checksums, and removes old checkpoints."""
-        self._manager.wait_until_finished()
+        self._saver.wait_until_finished()
         process = jax.process_index()
-        sums = by_name(arrays, found) if process == 0 else {}
-        integrity.seal(self._folder / str(step), process, jax.process_count(), sums)
+        arrays = values_of(found) if process == 0 else {}
+        integrity.seal(self._folder / str(step), process, jax.process_count(), arrays)
         self._thin(saving=step)
 
     def _thin(self, saving: int | None = None) -> None:
@@ -156,26 +157,24 @@ class Checkpoints:
         try:
             return read_whole(self._folder / str(step), **wanted)
         except Damaged as damage:
-            decide(lambda problem=str(damage): set_aside(self._folder, step, problem))
+            set_aside(self._folder, step, str(damage))
             del self._stages[step]
             self._newest = self._find()
-            self._manager.reload()  # it refuses to save a step that it found
             raise
 
     def _find(self) -> int | None:
         """The newest complete checkpoint; newer incomplete ones are reported and set aside."""
-        steps = decide(lambda: clean(self._folder))
-        for step in steps:
+        for step in clean(self._folder):
             problem = self._problem(step)
             if not problem:
                 return step
-            decide(lambda step=step, problem=problem: set_aside(self._folder, step, problem))
+            set_aside(self._folder, step, problem)
         return None
 
     def _problem(self, step: int) -> str:
         """The problem that any process finds in its share of a checkpoint; empty if none finds one."""
         folder, process, processes = self._folder / str(step), jax.process_index(), jax.process_count()
-        return next(filter(None, collect(lambda: integrity.problem(folder, process, processes))), "")
+        return next(filter(None, collect(lambda: next(integrity.problems(folder, process, processes), ""))), "")
 
     def __enter__(self):
         return self
@@ -184,7 +183,7 @@ class Checkpoints:
         if is_loss(error):
             return  # the current save cannot finish without the lost process
         self._wait()
-        self._manager.close()
+        self._saver.close()
         self._thread.shutdown()
         if error is None:
             gather("")  # waits until all processes have sealed their parts
@@ -215,11 +214,12 @@ def whole_steps(directory: Path, stage: int | None = None) -> Iterator[int]:
     iterate together and get the same checkpoints.
     """
     folder = directory / "checkpoints"
-    for step in decide(lambda: _steps_of(folder, stage)):
-        if decide(lambda step=step: _passes(folder, step)):
+    for step in _steps_of(folder, stage):
+        if _passes(folder, step):
             yield step
 
 
+@decided
 def _steps_of(folder: Path, stage: int | None) -> list[int]:
     """The finished steps, or those of one stage, the newest first."""
     if stage is None:
@@ -227,9 +227,10 @@ def _steps_of(folder: Path, stage: int | None) -> list[int]:
     return sorted((step for step, own in stages_of(folder).items() if own == stage), reverse=True)
 
 
+@decided
 def _passes(folder: Path, step: int) -> bool:
     """Whether a checkpoint is complete, judged by its files; an incomplete one is reported."""
-    problem = integrity.problem(folder / str(step))
+    problem = next(integrity.problems(folder / str(step)), "")
     if problem:
         tell_passed(folder, step, problem)
     return not problem

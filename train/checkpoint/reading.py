@@ -5,25 +5,23 @@ damaged share blocks no other; then all agree on the outcome.
 """
 
 import gc
-import logging
-import sys
+import io
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
 from train.checkpoint import integrity
-from train.checkpoint.digest import by_name, digests, names, read_digests
+from train.checkpoint.digest import digests, read_digests, values_of
 from train.checkpoint.directory import check_one_run, read_config
-from train.checkpoint.steps import finished_steps, unfinished
-from train.runtime.distributed import collect, decide, gather
+from train.checkpoint.steps import finished_steps, place_of, unfinished
+from train.runtime.distributed import collect, decide, decided, gather
 from train.runtime.lines import in_a_line
-from train.runtime.paths import check_checkpoints, is_local, path
+from train.runtime.paths import check_checkpoints, path
 
 
 class Damaged(Exception):
@@ -35,14 +33,10 @@ def read_whole(folder: Path, **wanted: Any) -> dict[str, Any]:
 
     Raises Damaged for other values. If reading fails for a reason other than damage, that error is raised.
     """
-    with _quiet_endings():
-        found, error = _attempt(lambda: _read(folder, wanted))
-        reason = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
-        if not reason:
-            arrays = by_name(names(found), digests(found))
-            problems = decide(lambda: integrity.differing(folder, arrays))
-        else:  # the files are damaged, or cannot be read
-            problems = damages(folder)
+    found, error = _attempt(lambda: _read(folder, wanted))
+    reason = next(filter(None, gather(in_a_line(error, 300) if error else "")), "")
+    # If there is a reason, the files are damaged, or cannot be read.
+    problems = _read_again(folder) if reason else integrity.differing(folder, values_of(digests(found)))
     if problems:
         raise Damaged(problems[0])
     if reason:
@@ -61,29 +55,21 @@ def _attempt(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-@contextmanager
-def _quiet_endings() -> Iterator[None]:
-    """Orbax abandons the other readings when one fails: for each, Python would print a traceback when it has ended.
-
-    They end while all of the files are read again, to see which are damaged.
-    """
-    usual, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    logger = logging.getLogger("asyncio")
-    told, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
+def _read_again(folder: Path) -> list[str]:
+    """`damages`, while Orbax abandons the other readings of the first attempt: for each, Python would print a traceback
+    when it has ended."""
+    with redirect_stderr(io.StringIO()):
+        found = damages(folder)
         gc.collect()
-        sys.unraisablehook, logger.disabled = usual, told
+    return found
 
 
 def _read(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(process, {process}, f"process_{process}")
-    location = epath.Path(folder.absolute() if is_local(folder) else str(folder))
     items = {name: ocp.args.StandardRestore(item) for name, item in wanted.items()}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:
-        found = checkpointer.restore(location, args=ocp.args.Composite(**items))
+        found = checkpointer.restore(place_of(folder), args=ocp.args.Composite(**items))
     return {name: found[name] for name in wanted}
 
 
@@ -94,17 +80,17 @@ def damages(folder: Path) -> list[str]:
     """
     shares = collect(lambda: [*integrity.problems(folder, jax.process_index(), jax.process_count())])
     found = sorted({line for share in shares for line in share})
-    arrays = decide(lambda: [*_sealed_arrays(folder)])
-    for item in sorted({name.partition("/")[0] for name in arrays}):
+    for item in sorted({name.partition("/")[0] for name in _sealed_arrays(folder)}):
         found += _damaged_arrays(folder, item)
     return found
 
 
-def _sealed_arrays(folder: Path) -> dict[str, int]:
+@decided
+def _sealed_arrays(folder: Path) -> list[str]:
     try:
-        return integrity.read_seal(folder).arrays
+        return list(integrity.read_seal(folder).arrays)
     except ValueError:
-        return {}
+        return []
 
 
 def _damaged_arrays(folder: Path, item: str) -> list[str]:
@@ -119,7 +105,7 @@ def _damaged_arrays(folder: Path, item: str) -> list[str]:
     if errors:
         return errors
     whole = {name: sum(share[name] for _, share in shares) % 2**32 for name in shares[0][1]}
-    return decide(lambda: integrity.differing(folder, whole))
+    return integrity.differing(folder, whole)
 
 
 def verify(directory: str | Path, log: Callable[[str], Any] = print) -> bool:
@@ -136,29 +122,16 @@ def verify(directory: str | Path, log: Callable[[str], Any] = print) -> bool:
     check_one_run(path(directory))
     decide(lambda: read_config(path(directory)).name)
     whole, steps = True, decide(lambda: finished_steps(folder))
+    begun = decide(lambda: unfinished(folder))
+    if steps and decide(lambda: integrity.missing(folder / str(steps[0]))):
+        begun.insert(0, f"step {steps.pop(0)}")
     for step in steps:
-        if step == steps[0] and decide(lambda: not _is_sealed(folder / str(steps[0]))):
-            log(f"step {step}: not finished: {_BEGUN}")
-            continue
         found = damages(folder / str(step))
         whole = whole and not found
         for line in found or ["whole"]:
             log(f"step {step}: {line}")
-    begun = decide(lambda: unfinished(folder))
     for name in begun:
-        log(f"{name} is not finished: {_BEGUN}")
+        log(f"{name} is not finished: a run is saving it, or was killed then")
     if not steps and not begun:
         log(f"{folder} holds no checkpoint")
     return whole
-
-
-_BEGUN = "a run is saving it, or was killed then"
-
-
-def _is_sealed(folder: Path) -> bool:
-    """Whether all processes have sealed a checkpoint, whether or not the seals are readable."""
-    try:
-        integrity.read_seal(folder)
-    except ValueError as error:
-        return not isinstance(error, integrity.Unfinished)
-    return True

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from posjax.nn import from_pretrained, logical_axes
+from posjax.nn import from_pretrained
 from posjax.nn.huggingface.files import reaching
 from posjax.nn.huggingface.load import is_gguf, is_released
 from train.checkpoint.directory import check_one_run, read_config, with_kept_tokenizer, with_moved_tokenizer
@@ -110,12 +110,11 @@ def restore_model(directory: str | Path, stage: str = "", mesh: Mesh | None = No
 
 def _restored(folder: Path, config: Config, mesh: Mesh | None) -> nnx.Module:
     setup = Setup(config)
-    model, shapes = setup.abstract, setup.shapes
-    device = SingleDeviceSharding(jax.devices()[0])
+    shapes, device = setup.shapes, SingleDeviceSharding(jax.devices()[0])
     on_first = jax.tree.map(lambda _: device, shapes)
-    shardings = on_first if mesh is None else tree_shardings(mesh, logical_axes(model), shapes)
+    shardings = on_first if mesh is None else tree_shardings(mesh, setup.axes, shapes)
     wanted = jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings)
-    return nnx.merge(nnx.graphdef(model), read_whole(folder, parameters=wanted)["parameters"])
+    return nnx.merge(nnx.graphdef(setup.abstract), read_whole(folder, parameters=wanted)["parameters"])
 
 
 def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:

@@ -8,14 +8,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.checkpoint_managers import LatestN
 
 from train.checkpoint import integrity
-from train.runtime.distributed import decide, gather
+from train.runtime.distributed import collect, decide, decided
 from train.runtime.paths import is_local, names_in, write_file
 
 COMMIT = ocp.path.atomicity.COMMIT_SUCCESS_FILE
@@ -24,12 +22,9 @@ COMMIT = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
-def open_manager(folder: Path) -> ocp.CheckpointManager:
-    """Orbax's manager, used for saving; which checkpoints are kept and which are complete is decided here."""
-    options = ocp.CheckpointManagerOptions(
-        preservation_policy=LatestN(), lightweight_initialize=True, save_root_metadata=False
-    )
-    return ocp.CheckpointManager(epath.Path(folder.absolute() if is_local(folder) else str(folder)), options=options)
+def place_of(folder: Path) -> epath.Path:
+    """A folder as Orbax takes it."""
+    return epath.Path(folder.absolute() if is_local(folder) else str(folder))
 
 
 def read_run(folder: Path, step: int) -> dict[str, Any]:
@@ -69,8 +64,12 @@ def stages_of(folder: Path) -> dict[int, int]:
     return stages
 
 
+@decided
 def clean(folder: Path) -> list[int]:
-    """The finished steps, after the checkpoints that Orbax had not finished writing were reported and removed."""
+    """The finished steps, after the checkpoints that Orbax had not finished writing were reported and removed.
+
+    All processes call it together.
+    """
     for name in unfinished(folder):
         step = name.partition(_TEMPORARY)[0]
         tell(f"the checkpoint of step {step} in {folder} was not finished when the run ended; removing it")
@@ -78,21 +77,18 @@ def clean(folder: Path) -> list[int]:
     return finished_steps(folder)
 
 
+@decided
 def set_aside(folder: Path, step: int, problem: str) -> None:
-    """Renames a damaged checkpoint to a name that is not a step."""
+    """Renames a damaged checkpoint to a name that is not a step; all processes call it together."""
     taken = names_in(folder)
     names = (f"{step}.damaged{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, len(taken) + 3))))
     name = next(name for name in names if name not in taken)
     tell(f"the checkpoint of step {step} in {folder} is damaged ({problem}); it is kept as {name}, and skipped")
-    _move(folder / str(step), folder / name)
-
-
-def _move(source: Path, target: Path) -> None:
+    source, target = folder / str(step), folder / name
     if is_local(source):
         source.rename(target)
     else:
-        system, root = fsspec.core.url_to_fs(str(source))
-        system.mv(root, str(target), recursive=True)
+        source.fs.mv(source.path, target.path, recursive=True)
 
 
 def remove(folder: Path) -> None:
@@ -104,22 +100,22 @@ def remove(folder: Path) -> None:
         gone = folder if _TEMPORARY in folder.name else folder.rename(folder.with_name(folder.name + _TEMPORARY))
         shutil.rmtree(gone, ignore_errors=True)
         return
-    system, root = fsspec.core.url_to_fs(str(folder))
-    marks = [f"{root}/{name}" for name in (COMMIT, integrity.FOLDER) if (folder / name).exists()]
+    marks = [(folder / name).path for name in (COMMIT, integrity.FOLDER) if (folder / name).exists()]
     if marks:
-        system.rm(marks, recursive=True)
-    system.rm(root, recursive=True)
+        folder.fs.rm(marks, recursive=True)
+    folder.fs.rm(folder.path, recursive=True)
 
 
 def check_shared(folder: Path, patience: float = 30.0) -> None:
     """Raises ValueError, on every process, unless all of them see what process 0 writes into the folder."""
     if jax.process_count() == 1:
         return
-    token = folder / decide(lambda: _write_token(folder))
+    token = folder / f".shared-{decide(lambda: uuid.uuid4().hex)}"
+    decide(lambda: write_file(token, ""))
     until = time.monotonic() + patience  # network file systems take a moment
-    while not (seen := token.exists()) and time.monotonic() < until:
+    while not token.exists() and time.monotonic() < until:
         time.sleep(0.5)
-    blind = [process for process, answer in enumerate(gather("seen" if seen else "")) if not answer]
+    blind = [process for process, sees_it in enumerate(collect(token.exists)) if not sees_it]
     if jax.process_index() == 0:
         token.unlink()
     if blind:
@@ -127,12 +123,6 @@ def check_shared(folder: Path, patience: float = 30.0) -> None:
             f"{folder} is not shared: process {blind[0]} does not see what process 0 writes there; name a folder on a "
             "disk that all hosts share, or a gs:// address, as output"
         )
-
-
-def _write_token(folder: Path) -> str:
-    name = f".shared-{uuid.uuid4().hex}"
-    write_file(folder / name, "")
-    return name
 
 
 def tell_passed(folder: Path, step: int, problem: str) -> None:

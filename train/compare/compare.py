@@ -28,8 +28,7 @@ from train.evaluate.saved import check_causal, evaluation_documents
 from train.model.build import Setup, as_released, check_model, evaluated_scheme, learned_positions
 from train.model.convert import check_continues
 from train.runtime.lines import in_a_line
-from train.runtime.paths import write_file
-from train.runtime.rows import read_rows, write_rows
+from train.runtime.paths import read_rows, write_file, write_rows
 
 TRIALS = "trials.jsonl"
 

@@ -15,8 +15,7 @@ from train.evaluate.saved import SavedRun, evaluation_documents, measure_runs
 from train.loop.fit import Diverged, fit
 from train.loop.together import fit_together
 from train.runtime.lines import in_a_line
-from train.runtime.paths import write_file
-from train.runtime.rows import write_rows
+from train.runtime.paths import write_file, write_rows
 
 _RESULT_CONFIG = "member.yaml"  # the config that the results belong to
 ERROR = "error: "  # begins the line with the error on standard error

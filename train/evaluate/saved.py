@@ -28,10 +28,9 @@ from train.loop.fit import read_result
 from train.model.build import RELEASED, Setup, check_vocabulary, evaluated_scheme, model_length, scheme_of
 from train.monitor.logs import read_metrics
 from train.report.numbers import family
-from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.distributed import decide
-from train.runtime.paths import path
-from train.runtime.rows import read_rows, write_rows
+from train.runtime.paths import path, read_rows, write_rows
+from train.runtime.reuse import keep_memory_on_cpu
 
 EVALUATION = "evaluation.jsonl"
 

@@ -21,10 +21,10 @@ import jax
 from train.checkpoint.manager import Checkpoints
 from train.config import Config
 from train.config.typed import changed
-from train.loop.fit import Run, prepare
+from train.loop.fit import Training, prepare
 from train.monitor.monitor import Monitor
-from train.runtime.allocator import keep_memory_on_cpu
 from train.runtime.machine import processor
+from train.runtime.reuse import keep_memory_on_cpu
 
 BLOCKS = 24
 WARM_BLOCKS = 2
@@ -86,7 +86,7 @@ def bench_loop(config: Config) -> tuple[float, float]:
         Checkpoints(config, Path(directory), [stage.rows.digest()]) as checkpoints,
         Monitor(config, Path(directory)) as monitor,
     ):
-        Run(config, [stage], checkpoints, None, monitor, threading.Event()).train()
+        Training(config, [stage], checkpoints, None, monitor, threading.Event()).resume()
     loop, bare = blocks.medians()
     print(f"{processor()} · medians of {BLOCKS - WARM_BLOCKS} blocks of {size} steps in turn")
     print(f"the loop {1e3 * loop:.3f} ms a step · bare {1e3 * bare:.3f} ms · {loop / bare - 1:+.2%}")

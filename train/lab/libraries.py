@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 import posjax as pj
-from train.runtime.allocator import keep_memory
 from train.runtime.machine import resident_peak_bytes
+from train.runtime.reuse import keep_memory
 
 FORWARD, BACKWARD = "forward", "forward + backward"
 

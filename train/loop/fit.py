@@ -5,7 +5,6 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,30 +13,28 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from posjax.nn.huggingface.load import open_source, read_parameters
-from train.checkpoint.directory import check_run, create_run, is_started
+from train.checkpoint.directory import check_run, create_run
 from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
 from train.checkpoint.manager import Checkpoint, Checkpoints
-from train.config import Config, MonitorConfig
+from train.config import Config
 from train.config.settings.checks import check, check_distinct
 from train.data.packing import Batch, pack_sample
 from train.data.pipeline import batches, held_out_sample, training_rows, warnings_of_shared_text
 from train.loop.optimizer import kept_moments
 from train.loop.step import Program, StepMetrics, build_program
-from train.model.build import RELEASED, Setup, as_released, check_model, trained_changes
+from train.model.build import RELEASED, Setup, as_released, check_model
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
 from train.model.sharding import global_batch, rows_of_process
 from train.model.state import TrainState
-from train.monitor.cache import enable_compilation_cache
 from train.monitor.meter import peak_memory_bytes
 from train.monitor.monitor import Monitor, check_monitor
 from train.runtime import flags
-from train.runtime.allocator import keep_memory_on_cpu
-from train.runtime.distributed import decide, listen, reached_preemption, stop_requested
+from train.runtime.distributed import decide, decided, listen, print_once, reached_preemption, stop_requested
 from train.runtime.paths import path, write_file
+from train.runtime.reuse import prepare_process
 
 # Compilation and the first steps after it (caches, lazy allocation) are left out of tokens per second.
 WARM_STEPS = 5
@@ -60,7 +57,7 @@ class FitResult:
       tokens_per_second: training tokens of all devices per second of wall time, in the last process that trained the
         run. The first `WARM_STEPS` steps of every stage are left out; checkpoints are included.
       seconds: what the run's wall-clock time was spent on, over all processes that trained the run; see
-        `train.monitor.goodput`.
+        `train.monitor.meter`.
       peak_memory_bytes: the peak memory of the last process that trained the run, as
         `train.monitor.meter.peak_memory_bytes` measures it.
     """
@@ -84,23 +81,22 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     Raises ValueError or FileNotFoundError, before anything is compiled, for text that is missing or too short, for an
     invalid mesh, batch or stage, or for a directory of another config.
     """
-    began, directory = time.time(), path(directory or config.directory)
+    began, directory = time.time(), path(directory) if directory else config.directory
     check_run(config, directory)
     finished = read_result(directory)
     if finished:
         return finished
     check_monitor(config)
-    enable_compilation_cache(config.monitor.compilation_cache)
-    keep_memory_on_cpu()
-    log = print if progress and jax.process_index() == 0 else lambda _: None
-    # Not shown for a resumed run: with other flags than at its start, its result would not be the same bit for bit.
-    if not is_started(directory) and (advice := flags.advice(jax.devices()[0].device_kind)):
-        log(advice)
+    prepare_process(config.monitor.compilation_cache)
+    log = print_once() if progress else lambda _: None
     stages = prepare(config, log)
-    create_run(config, directory)
+    is_new = create_run(config, directory)
+    # Not shown for a resumed run: with other flags than at its start, its result would not be the same bit for bit.
+    if is_new and (advice := flags.advice(jax.devices()[0].device_kind)):
+        log(advice)
     corpora = [stage.rows.digest() for stage in stages]
     with ExitStack() as stack:
-        run = Run(
+        training = Training(
             config,
             stages,
             stack.enter_context(Checkpoints(config, directory, corpora)),
@@ -108,18 +104,19 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
             stack.enter_context(Monitor(config, directory, label=progress, began=began)),
             stack.enter_context(stop_requested()),
         )
-        step, done = run.train()
-        last, speed = run.monitor.last, run.monitor.tokens_per_second
-        run.monitor.goodput.spend("checkpoint")  # waits for the last save
-    seconds = run.monitor.goodput.seconds
-    result = FitResult(directory, step, done, last.get("loss"), speed, peak_memory_bytes(), seconds)
+        step, done = training.resume()
+        monitor = training.monitor
+        monitor.goodput.spend("checkpoint")  # waits for the last save
+    loss, seconds = monitor.last.get("loss"), monitor.goodput.seconds
+    result = FitResult(directory, step, done, loss, monitor.tokens_per_second, peak_memory_bytes(), seconds)
     if result.finished:
-        decide(lambda: write_result(result))
-        if run.local:
-            run.local.forget()
+        write_result(result)
+        if training.local:
+            training.local.forget()
     return result
 
 
+@decided
 def write_result(result: FitResult) -> None:
     """Marks a run as finished."""
     values = {key: value for key, value in vars(result).items() if key != "directory"}
@@ -138,6 +135,7 @@ class Stage:
     """One stage, ready to be compiled: what it is made from, and the number of updates before it."""
 
     number: int
+    name: str  # empty if the config has no stages
     first_step: int
     setup: Setup
     program: Program
@@ -150,50 +148,43 @@ class Stage:
         return self.setup.config
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh of the stage."""
-        return self.setup.mesh
-
-    @property
     def last_step(self) -> int:
         """The number of updates of the run once this stage is done."""
         return self.first_step + self.config.train.steps
 
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether something is done after `step` updates of the run that is done `every` updates of a stage, if any."""
+        return every > 0 and (step - self.first_step) % every == 0
+
     @property
     def part(self) -> slice:
         """Which rows of every batch this process reads."""
-        return rows_of_process(self.mesh, self.config.train.rows)
+        return rows_of_process(self.setup.mesh, self.config.train.rows)
 
     def on_devices(self, batch: Any, rows: int, part: slice) -> Any:
         """This process's rows of a batch, in the order of the layout, as arrays over the mesh."""
-        return global_batch(self.mesh, jax.tree.map(self.setup.placement.layout.apply, batch), rows, part)
+        return global_batch(self.setup.mesh, jax.tree.map(self.setup.placement.layout.apply, batch), rows, part)
 
 
 def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
     """All stages of a config, traced and checked against each other before any text is read, without compiling."""
     check_distinct("stages", config.stage_names, "give one of them its own name")
     built: list[tuple[Setup, Program]] = []
+    names = config.stage_names if config.stages else ("",)
     for number, stage in enumerate(config.every_stage):
         try:
             built.append(_build(stage, built[-1][0] if built else None))
-            if stage.scheme.name == RELEASED and stage.scheme.options:
-                which = f"stage {config.stage_names[number]}: " if config.stages else ""
-                log(f"{which}the released scheme, {_in_words(trained_changes(stage, stage.scheme))}")
-            if message := built[-1][0].undivided:
-                log(f"warning: {message}")
+            for line in built[-1][0].notes:
+                log(f"stage {names[number]}: {line}" if config.stages else line)
         except ValueError as error:
             raise ValueError(f"stages[{number}]: {error}" if config.stages else str(error)) from error
     for line in decide(lambda: warnings_of_shared_text(config)):
         log(f"warning: {line}")
     firsts = itertools.accumulate((setup.config.train.steps for setup, _ in built), initial=0)
     return [
-        Stage(number, first, setup, program, training_rows(setup.config, log), _held_out(setup.config))
-        for number, (first, (setup, program)) in enumerate(zip(firsts, built, strict=False))
+        Stage(number, name, first, setup, program, training_rows(setup.config, log), _held_out(setup.config))
+        for number, (name, first, (setup, program)) in enumerate(zip(names, firsts, built, strict=False))
     ]
-
-
-def _in_words(changes: Mapping[str, Any]) -> str:
-    return f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
 
 
 def _held_out(config: Config) -> Any:
@@ -240,7 +231,7 @@ def _check_moments(before: Program | None, program: Program) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class Training:
     """One process's part in a run: from the newest checkpoint, or the beginning, to the end or a request to stop."""
 
     config: Config
@@ -250,27 +241,24 @@ class Run:
     monitor: Monitor
     stop: threading.Event
 
-    def train(self) -> tuple[int, bool]:
+    def resume(self) -> tuple[int, bool]:
         """Trains; returns the number of updates of the saved state, and whether that is the end of the run."""
-        return self.checkpoints.resume(self._train)
+        return self.checkpoints.resume(self._resume)
 
-    def _train(self, lasting: Checkpoint | None) -> tuple[int, bool]:
-        saved = self._newest(lasting)
+    def _resume(self, lasting: Checkpoint | None) -> tuple[int, bool]:
+        states = [stage.program.abstract for stage in self.stages]
+        saved = (self.local.newest(states, lasting) if self.local else None) or lasting
         listen(0 if saved is None else saved.step, self.stop)
         first = 0 if saved is None else saved.stage
         if saved is not None and saved.step == self.stages[first].last_step and first + 1 < len(self.stages):
             first += 1
         for stage in self.stages[first:]:
-            with jax.set_mesh(stage.mesh):
+            with jax.set_mesh(stage.setup.mesh):
                 step, reached_loss = self._train_stage(stage, saved)
             if self.stop.is_set():
                 return step, reached_loss or step == self.config.steps
             saved = Checkpoint(step, stage.number, None)
         return step, True
-
-    def _newest(self, lasting: Checkpoint | None) -> Checkpoint | None:
-        states = [stage.program.abstract for stage in self.stages]
-        return (self.local.newest(states, lasting) if self.local else None) or lasting
 
     def _train_stage(self, stage: Stage, saved: Checkpoint | None) -> tuple[int, bool]:
         """Trains one stage from the saved state.
@@ -281,11 +269,8 @@ class Run:
         goodput.spend("start")
         stream = batches(stage.rows, train.rows, _stream_seed(self.config.seed, stage.number), stage.part)
         state, step = self._first_state(stage, saved, stream)
-        evaluate = _Evaluation(stage, self.config.monitor, step) if stage.held_out else None
-        warm, reached_loss = step + min(WARM_STEPS, stage.last_step - step - 1), False
-        self.monitor.pause()
-        if warm == step:
-            self.monitor.begin()
+        held_out, reached_loss = _held_out_batches(stage), False
+        self.monitor.begin_stage(stage.setup, stage.name, step, min(WARM_STEPS, stage.last_step - step - 1))
         while step < stage.last_step:
             # Dispatch is asynchronous: the loop waits for the devices only when it reads a number.
             batch = self.monitor.next(stream)
@@ -294,26 +279,21 @@ class Run:
             state, metrics = stage.program.update(stage.program.given, state, on_devices)
             step += 1
             self.monitor.after(step, metrics.loss)
-            is_preempted = reached_preemption(step, self.stop)
-            last = is_preempted or step == stage.last_step
-            if step == warm:
-                jax.block_until_ready(metrics)
-                self.monitor.begin()
-            if step == stage.last_step or (step - stage.first_step) % train.log_every == 0:
+            is_last = reached_preemption(step, self.stop) or step == stage.last_step
+            if stage.is_due(step, train.log_every) or step == stage.last_step:
+                _refuse_divergence(stage, step, metrics)
                 with goodput.spending("evaluate"):
-                    measured = evaluate.measure(step, state.parameters) if evaluate else {}
+                    measured = _held_out_loss(stage, held_out, step, state.parameters)
                 self._log(stage, step, metrics, batch.segment_ids, measured)
                 reached_loss = float(metrics.loss) < train.stop_loss
-            last = last or reached_loss
-            if last or (step - stage.first_step) % train.checkpoint_every == 0:
+            is_last = is_last or reached_loss
+            lasting = is_last or stage.is_due(step, train.checkpoint_every)
+            if lasting or stage.is_due(step, train.local_every):
                 _refuse_divergence(stage, step, metrics)
                 with goodput.spending("checkpoint"):
-                    self.checkpoints.save(step, stage.number, state, stream.get_state())
-            elif train.local_every and (step - stage.first_step) % train.local_every == 0:
-                _refuse_divergence(stage, step, metrics)
-                with goodput.spending("checkpoint"):
-                    self.local.save(step, stage.number, state, stream.get_state())
-            if last:
+                    place = self.checkpoints if lasting else self.local
+                    place.save(step, stage.number, state, stream.get_state())
+            if is_last:
                 break
         return step, reached_loss
 
@@ -325,13 +305,13 @@ class Run:
             return stage.program.initialize(stage.program.given.seed), 0
         if saved.stage == stage.number:
             stream.set_state(saved.stream)
-            source = self.local if isinstance(saved, LocalCheckpoint) else self.checkpoints
-            return source.restore(saved, stage.program.abstract), saved.step
+            is_read = isinstance(saved, LocalCheckpoint)
+            return saved.state if is_read else self.checkpoints.restore(saved, stage.program.abstract), saved.step
         return self._continued(stage, saved), saved.step
 
     def _continued(self, stage: Stage, saved: Checkpoint) -> TrainState:
         """The first state of a stage from the last one of the stage before it."""
-        before = replace(self.stages[saved.stage].setup, mesh=stage.mesh)
+        before = replace(self.stages[saved.stage].setup, mesh=stage.setup.mesh)
         abstract = build_program(before).abstract
         converted = jax.jit(partial(convert, before, stage.setup))
         if not stage.config.train.keep_moments:
@@ -341,13 +321,11 @@ class Run:
         return replace(begun, optimizer=kept_moments(last.optimizer, begun.optimizer))
 
     def _log(self, stage: Stage, step: int, metrics: StepMetrics, segment_ids: np.ndarray, measured: dict) -> None:
-        _refuse_divergence(stage, step, metrics)
         values = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "learning_rate": metrics.learning_rate}
         found = {name: finite(value) for name, value in values.items()}
-        done = step - stage.first_step
         tokens = sum(s.config.train.steps * s.config.train.batch_tokens for s in self.stages[: stage.number])
-        tokens += done * stage.config.train.batch_tokens
-        self.monitor.write(step, segment_ids, **found, tokens=tokens, skipped=int(metrics.skipped), **measured)
+        tokens += (step - stage.first_step) * stage.config.train.batch_tokens
+        self.monitor.write(step, tokens, segment_ids, **found, skipped=int(metrics.skipped), **measured)
 
 
 def initial_parameters(setup: Setup) -> Any:
@@ -372,28 +350,26 @@ def finite(value: Any) -> float | None:
     return float(value) if math.isfinite(float(value)) else None
 
 
-class _Evaluation:
-    """The loss of held-out rows at the training length, every ``monitor.evaluate_every`` steps."""
+def _held_out_batches(stage: Stage) -> list[Batch]:
+    """The held-out rows that are measured while a stage trains, at its length, as batches on the devices."""
+    if stage.held_out is None:
+        return []
+    train, rows = stage.config.train, stage.held_out
+    size = train.rows // train.accumulate
+    count = max(1, min(len(rows), stage.config.monitor.evaluate_tokens // train.length) // size)
+    part = rows_of_process(stage.setup.mesh, size)
+    spread = np.linspace(0, len(rows) - 1, count * size).astype(int)
+    return [stage.on_devices(rows.batch(numbers[part]), size, part) for numbers in spread.reshape(count, size)]
 
-    def __init__(self, stage: Stage, monitor: MonitorConfig, step: int):
-        train, rows = stage.config.train, stage.held_out
-        self._stage, self._every = stage, monitor.evaluate_every
-        size = train.rows // train.accumulate
-        count = max(1, min(len(rows), monitor.evaluate_tokens // train.length) // size)
-        part = rows_of_process(stage.mesh, size)
-        spread = np.linspace(0, len(rows) - 1, count * size).astype(int)
-        numbers = (spread[n * size : (n + 1) * size] for n in range(count))
-        self._batches = [stage.on_devices(rows.batch(number[part]), size, part) for number in numbers]
-        self._last = step // self._every
 
-    def measure(self, step: int, parameters: Any) -> dict[str, float]:
-        """``held_out_loss``, in nats per token, at the first log step after it is due; empty at other steps."""
-        if step // self._every == self._last and step != self._stage.last_step:
-            return {}
-        self._last = step // self._every
-        losses = [self._stage.program.loss(parameters, batch) for batch in self._batches]
-        total, count = (sum(float(getattr(loss, name)) for loss in losses) for name in ("nll", "count"))
-        return {"held_out_loss": total / max(count, 1)}
+def _held_out_loss(stage: Stage, held_out: list[Batch], step: int, parameters: Any) -> dict[str, float]:
+    """``held_out_loss``, in nats per token, at the first log step after it is due; else empty."""
+    every, log_every = stage.config.monitor.evaluate_every, stage.config.train.log_every
+    if not held_out or (step < stage.last_step and step // every == (step - log_every) // every):
+        return {}
+    losses = [stage.program.loss(parameters, batch) for batch in held_out]
+    total, count = (sum(float(getattr(loss, name)) for loss in losses) for name in ("nll", "count"))
+    return {"held_out_loss": total / max(count, 1)}
 
 
 def _refuse_divergence(stage: Stage, step: int, metrics: StepMetrics) -> None:

@@ -37,8 +37,7 @@ class Rates(NamedTuple):
         The factor of a parameter is the product of those of ``train.learning_rate_factors`` whose patterns match it, as
         in `param_labels`; 1 if none does.
         """
-        names = _names(axes)
-        _check_patterns("train.learning_rate_factors", config.learning_rate_factors, names)
+        names = _names(axes, "train.learning_rate_factors", config.learning_rate_factors)
         factors = [
             math.prod(factor for pattern, factor in config.learning_rate_factors.items() if fnmatchcase(name, pattern))
             for name in names
@@ -115,25 +114,23 @@ def param_labels(config: TrainConfig, axes: Any) -> Any:
 
     Raises ValueError for a pattern that matches no parameter.
     """
-    names = _names(axes)
-    _check_patterns("train.trainable", config.trainable, names)
+    names = _names(axes, "train.trainable", config.trainable)
     trained = [
         not config.trainable or any(fnmatchcase(name, pattern) for pattern in config.trainable) for name in names
     ]
     return jax.tree.unflatten(_structure(axes), [TRAINED if each else FROZEN for each in trained])
 
 
-def _names(axes: Any) -> list[str]:
-    return [name for name, _ in named_parameters(axes)]
-
-
-def _check_patterns(key: str, patterns: Iterable[str], names: list[str]) -> None:
+def _names(axes: Any, key: str, patterns: Iterable[str]) -> list[str]:
+    """The names of all parameters. Raises ValueError for a pattern of the config's `key` that matches none of them."""
+    names = [name for name, _ in named_parameters(axes)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
                 f"{key}: {pattern!r} names no parameter; the names are {', '.join(sorted(names))}, and * stands for "
                 "any part of one"
             )
+    return names
 
 
 def _adam(config: TrainConfig, _: Any) -> optax.GradientTransformation:

@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int32, Key, UInt32
 
 from posjax.layout import Layout
-from posjax.nn import logical_axes
 from posjax.scheme import Layers, Scheme
 from train.config import Config
 from train.data.packing import Batch
@@ -117,40 +116,16 @@ class Given(NamedTuple):
     rates: Rates
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The static parts of an update, known when tracing."""
-
-    setup: Setup
-    graph: nnx.GraphDef
-    axes: Any
-
-    @property
-    def config(self) -> Config:
-        """The config of the stage."""
-        return self.setup.config
-
-    @property
-    def mesh(self) -> Mesh | AbstractMesh:
-        """The mesh of the stage."""
-        return self.setup.mesh
-
-    @property
-    def layout(self) -> Layout:
-        """How a row lies over the mesh."""
-        return self.setup.placement.layout
-
-    def given(self, config: Config) -> Given:
-        """The seed and the rates of a config, which may differ from the one of these parts in them."""
-        return Given(np.uint32(config.seed), Rates.of(config.train, self.axes))
+def given_of(setup: Setup, config: Config) -> Given:
+    """The seed and the rates of a config, which may differ in them from that of the setup."""
+    return Given(np.uint32(config.seed), Rates.of(config.train, setup.axes))
 
 
 def build_program(setup: Setup) -> Program:
     """The program of a stage, not yet compiled. Raises ValueError for an invalid model, scheme or mesh."""
-    parts, mesh = parts_of(setup), setup.mesh
-    given = parts.given(setup.config)
-    shapes = jax.eval_shape(partial(initialize, parts), given.seed)
-    parameters = tree_shardings(mesh, parts.axes, shapes.parameters)
+    mesh, given = setup.mesh, given_of(setup, setup.config)
+    shapes = jax.eval_shape(partial(initialize, setup), given.seed)
+    parameters = tree_shardings(mesh, setup.axes, shapes.parameters)
     replicated = named_sharding(mesh, ())
     shardings = TrainState(
         replicated,
@@ -160,58 +135,52 @@ def build_program(setup: Setup) -> Program:
     )
     return Program(
         given,
-        jax.jit(partial(initialize, parts), out_shardings=shardings),
-        jax.jit(partial(_begin, parts), out_shardings=shardings),
-        jax.jit(partial(update, parts), donate_argnums=1, out_shardings=(shardings, None)),
-        jax.jit(partial(_batch_loss, parts)),
+        jax.jit(partial(initialize, setup), out_shardings=shardings),
+        jax.jit(partial(_begin, setup), out_shardings=shardings),
+        jax.jit(partial(update, setup), donate_argnums=1, out_shardings=(shardings, None)),
+        jax.jit(partial(_losses, setup, drawn={})),
         jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
     )
 
 
-def parts_of(setup: Setup) -> Parts:
-    """The parts of an update. Raises ValueError as `build_program` does."""
-    graph, _ = nnx.split(setup.abstract)
-    return Parts(setup, graph, logical_axes(setup.abstract))
-
-
-def initialize(parts: Parts, seed: UInt32[Array, ""]) -> TrainState:
+def initialize(setup: Setup, seed: UInt32[Array, ""]) -> TrainState:
     """The first state of a training, whose parameters are drawn from the seed."""
-    return _begin(parts, nnx.to_pure_dict(nnx.state(parts.setup.model(seed))))
+    return _begin(setup, nnx.to_pure_dict(nnx.state(setup.model(seed))))
 
 
-def _begin(parts: Parts, parameters: Any) -> TrainState:
+def _begin(setup: Setup, parameters: Any) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
     guard = Guard(jnp.zeros((), jnp.float32), zero, zero)
-    optimizer = make_optimizer(parts.config.train, parts.axes)  # its first state does not depend on the rates
+    optimizer = make_optimizer(setup.config.train, setup.axes)  # its first state does not depend on the rates
     return TrainState(zero, parameters, optimizer.init(parameters), guard)
 
 
-def update(parts: Parts, given: Given, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+def update(setup: Setup, given: Given, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """The state after a batch, and its metrics; random draws depend only on the seed and the step."""
     key = jax.random.fold_in(jax.random.key(given.seed), state.step)
     for_batch, for_features = jax.random.split(key)
-    before = redraw(parts.setup, for_features, state.step, state.parameters)
-    losses, gradients = _gradients(parts, for_batch, before, batch)
+    before = redraw(setup, for_features, state.step, state.parameters)
+    losses, gradients = _gradients(setup, for_batch, before, batch)
     loss, norm = losses.nll / jnp.maximum(losses.count, 1), optax.tree.norm(gradients)
-    schedule = learning_rate(parts.config.train, given.rates.peak)
+    schedule = learning_rate(setup.config.train, given.rates.peak)
     rate = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
 
-    optimizer = make_optimizer(parts.config.train, parts.axes, given.rates)
+    optimizer = make_optimizer(setup.config.train, setup.axes, given.rates)
     updates, moments = optimizer.update(gradients, state.optimizer, before)
-    sound, guard = _guard(parts, state.guard, loss, norm)
+    sound, guard = _guard(setup, state.guard, loss, norm)
     after = optax.tree.where(sound, (optax.apply_updates(before, updates), moments), (before, state.optimizer))
     following = TrainState(state.step + 1, *after, guard)
     return following, StepMetrics(loss, norm, rate, guard.skipped, guard.in_row)
 
 
-def _guard(parts: Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
+def _guard(setup: Setup, before: Guard, loss, norm) -> tuple[Array, Guard]:
     """Whether to apply an update, and the statistics after it.
 
     An update is skipped if its loss or gradient norm is not finite, or if the norm is more than ``spike_factor`` times
     the running mean ``m <- 0.95 m + 0.05 norm``. After ``stop_after_skips`` skips in a row all updates are skipped,
     until the loop notices and stops.
     """
-    train = parts.config.train
+    train = setup.config.train
     sound = jnp.isfinite(loss) & jnp.isfinite(norm) & (before.in_row < train.stop_after_skips)
     if train.spike_factor:
         sound &= (before.norm == 0) | (norm <= train.spike_factor * before.norm)
@@ -221,22 +190,24 @@ def _guard(parts: Parts, before: Guard, loss, norm) -> tuple[Array, Guard]:
     return sound, Guard(jnp.where(sound, mean, before.norm), before.skipped + skipped, in_row)
 
 
-def _gradients(parts: Parts, key, parameters: Any, batch: Batch) -> tuple[Losses, Any]:
+def _gradients(setup: Setup, key, parameters: Any, batch: Batch) -> tuple[Losses, Any]:
     """The losses of a batch and the gradient of their mean over its tokens, computed in ``accumulate`` parts."""
-    count = parts.config.train.accumulate
-    batch = _prepared(parts, key, batch)
+    count = setup.config.train.accumulate
+    batch = _prepared(setup, key, batch)
     predicted = jnp.maximum(jnp.sum(batch.labels >= 0), 1)
 
     def drawn(number, rows: Batch):
-        return draw_positions(parts.setup.scheme, jax.random.fold_in(key, number), rows, parts.layout)
+        return draw_positions(setup.scheme, jax.random.fold_in(key, number), rows, setup.placement.layout)
 
     if count == 1:
-        return _of_piece(parts, parameters, predicted, _BatchPart(batch, drawn(0, batch)))
-    batch = _in_parts(parts, batch)
+        return _of_piece(setup, parameters, predicted, _BatchPart(batch, drawn(0, batch)))
+    batch = _in_parts(setup, batch)
     first = jax.tree.map(lambda x: x[0], batch)
     pieces = _BatchPart(batch, jax.lax.map(lambda number: drawn(number, first), jnp.arange(count)))
-    add_up = _added_by_replica if _divides_by_replica(parts.mesh) else _added
-    return add_up(parts, parameters, predicted, pieces)
+    # Not if `tensor` is split too: XLA's partitioner then crashes on gathers.
+    by_replica = setup.mesh.shape["replica"] > 1 and setup.mesh.shape["tensor"] == 1
+    add_up = _added_by_replica if by_replica else _added
+    return add_up(setup, parameters, predicted, pieces)
 
 
 class _BatchPart(NamedTuple):
@@ -246,20 +217,20 @@ class _BatchPart(NamedTuple):
     drawn: dict[str, Array]
 
 
-def _of_piece(parts: Parts, parameters: Any, predicted, piece: _BatchPart) -> tuple[Losses, Any]:
+def _of_piece(setup: Setup, parameters: Any, predicted, piece: _BatchPart) -> tuple[Losses, Any]:
     """The losses of some rows, and the gradient of their sum divided by the number of predicted tokens of the batch."""
 
     def objective(parameters):
-        losses = _losses(parts, parameters, piece.rows, piece.drawn)
-        return (losses.nll + parts.config.train.z_loss * losses.z) / predicted, losses
+        losses = _losses(setup, parameters, piece.rows, piece.drawn)
+        return (losses.nll + setup.config.train.z_loss * losses.z) / predicted, losses
 
     gradients, losses = jax.grad(objective, has_aux=True)(parameters)
     return losses, gradients
 
 
-def _added(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
+def _added(setup: Setup, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
     """The sum of `_of_piece` over all parts, computed one after the other."""
-    one = partial(_of_piece, parts, parameters, predicted)
+    one = partial(_of_piece, setup, parameters, predicted)
 
     def add(so_far, part):
         return jax.tree.map(jnp.add, so_far, one(part)), None
@@ -269,20 +240,12 @@ def _added(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tupl
     return jax.lax.scan(add, start, pieces)[0]
 
 
-def _divides_by_replica(mesh: Mesh) -> bool:
-    """Whether each replica first sums the parts of its own rows.
-
-    Not if `tensor` is split too: XLA's partitioner then crashes on gathers.
-    """
-    return mesh.shape["replica"] > 1 and mesh.shape["tensor"] == 1
-
-
-def _added_by_replica(parts: Parts, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
+def _added_by_replica(setup: Setup, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
     """`_added` for the rows of each replica, summed over the replicas.
 
     So gradients cross the network between slices once per step, not once per part.
     """
-    of_one, rows = _of_one_replica(parts), pieces.rows.tokens.shape[1:]
+    of_one, rows = replace(setup, mesh=without(setup.mesh, "replica")), pieces.rows.tokens.shape[1:]
 
     def spec_of(leaf):
         return PartitionSpec(None, "replica") if leaf.shape[1:3] == rows else PartitionSpec()
@@ -293,18 +256,12 @@ def _added_by_replica(parts: Parts, parameters: Any, predicted, pieces: _BatchPa
     # Unchecked: all replicas share the parameters, so a check would sum each part's gradient over replicas at once.
     return jax.shard_map(
         of_replica,
-        mesh=parts.mesh,
+        mesh=setup.mesh,
         axis_names={"replica"},
         in_specs=(PartitionSpec(), PartitionSpec(), jax.tree.map(spec_of, pieces)),
         out_specs=PartitionSpec(),
         check_vma=False,
     )(parameters, predicted, pieces)
-
-
-def _of_one_replica(parts: Parts) -> Parts:
-    """The parts of an update for a model over the mesh of one replica."""
-    setup = replace(parts.setup, mesh=without(parts.mesh, "replica"))
-    return replace(parts, graph=nnx.split(setup.abstract)[0])
 
 
 def without(mesh: Mesh, axis: str) -> AbstractMesh:
@@ -313,21 +270,21 @@ def without(mesh: Mesh, axis: str) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def _prepared(parts: Parts, key, batch: Batch) -> Batch:
+def _prepared(setup: Setup, key, batch: Batch) -> Batch:
     """The batch as the model sees it: with masked tokens, if the model is trained to predict those."""
-    if parts.config.model.causal:
+    if setup.config.model.causal:
         return batch
-    rate, tokenizer = parts.config.train.mask_rate, parts.setup.tokenizer
+    rate, tokenizer = setup.config.train.mask_rate, setup.tokenizer
     # Drawn in the tokens' own order, so the result does not depend on the layout.
-    in_order = (parts.layout.restore(array) for array in (batch.tokens, batch.segment_ids))
-    tokens, labels = map(parts.layout.apply, mask_tokens(key, *in_order, rate, tokenizer))
+    in_order = (setup.placement.layout.restore(array) for array in (batch.tokens, batch.segment_ids))
+    tokens, labels = map(setup.placement.layout.apply, mask_tokens(key, *in_order, rate, tokenizer))
     return batch._replace(tokens=tokens, labels=labels)
 
 
-def _in_parts(parts: Parts, batch: Batch) -> Batch:
+def _in_parts(setup: Setup, batch: Batch) -> Batch:
     """The rows in interleaved parts, ``[parts, rows, length]``, so that no row moves to another device."""
-    count = parts.config.train.accumulate
-    sharding = named_sharding(parts.mesh, (None, "batch", "length")).spec
+    count = setup.config.train.accumulate
+    sharding = named_sharding(setup.mesh, (None, "batch", "length")).spec
 
     def deal(x):
         return jax.lax.with_sharding_constraint(jnp.swapaxes(x.reshape(-1, count, x.shape[1]), 0, 1), sharding)
@@ -335,26 +292,22 @@ def _in_parts(parts: Parts, batch: Batch) -> Batch:
     return jax.tree.map(deal, batch)
 
 
-def _batch_loss(parts: Parts, parameters: Any, batch: Batch) -> Losses:
-    """The losses of a batch without masking or draws."""
-    return _losses(parts, parameters, batch, {})
-
-
-def _losses(parts: Parts, parameters: Any, batch: Batch, drawn: dict[str, Array]) -> Losses:
-    model = nnx.merge(parts.graph, _cast(parts, parameters))
+def _losses(setup: Setup, parameters: Any, batch: Batch, drawn: dict[str, Array]) -> Losses:
+    """The losses of some rows, with the scheme's draws for them."""
+    model = nnx.merge(nnx.graphdef(setup.abstract), _cast(setup, parameters))
     # Positions in documents come with the batch: computed from segment ids they would need communication if rows are
     # split.
     positions = {} if model.config.layers.counts_in_row else {"positions": batch.positions}
     hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **(positions | drawn))
     head = model.output_matrix.astype(hidden.dtype)
-    chunks, finish = parts.config.train.loss_chunks, model.config.finish_logits
+    chunks, finish = setup.config.train.loss_chunks, model.config.finish_logits
     return token_losses(hidden, head, batch.labels, chunks, model.output_bias, finish)
 
 
-def _cast(parts: Parts, parameters: Any) -> Any:
+def _cast(setup: Setup, parameters: Any) -> Any:
     """The parameters as the model uses them: matrices cast before communication, frozen ones without a gradient."""
-    trained = param_labels(parts.config.train, parts.axes)
+    trained = param_labels(setup.config.train, setup.axes)
     held = jax.tree.map(
         lambda leaf, label: jax.lax.stop_gradient(leaf) if label == FROZEN else leaf, parameters, trained
     )
-    return cast_matrices(held, parts.axes, jnp.dtype(parts.config.model.compute_dtype), parts.mesh)
+    return cast_matrices(held, setup.axes, jnp.dtype(setup.config.model.compute_dtype), setup.mesh)

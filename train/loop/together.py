@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -22,15 +23,14 @@ from train.config.settings.checks import check
 from train.data.packing import Batch, PackedRows
 from train.data.pipeline import batches, training_rows
 from train.loop.fit import FitResult, finite, write_result
-from train.loop.step import StepMetrics, initialize, parts_of, update, without
+from train.loop.step import StepMetrics, given_of, initialize, update, without
 from train.model.build import Setup
 from train.model.mesh import AXES, mesh_from_sizes
 from train.model.state import TrainState
-from train.monitor.cache import enable_compilation_cache
 from train.monitor.logs import MetricsLog
 from train.monitor.meter import peak_memory_bytes
 from train.monitor.progress import show_progress
-from train.runtime.allocator import keep_memory_on_cpu
+from train.runtime.reuse import prepare_process
 
 _AXIS = "data"  # the mesh axis over which the trainings are split
 _MAY_DIFFER = ("seed", "train.learning_rate", "train.learning_rate_factors")
@@ -43,7 +43,7 @@ def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> l
     ``vmap``, or on a CPU one after the other. Over several devices the trainings are split, not their rows. On an
     accelerator the products are larger and faster.
 
-    A training that diverges is returned with ``finished`` false, and is not saved. Nothing is saved before the end.
+    A training that diverges is returned with ``finished`` false, and is not saved. Each is saved when it ends.
     `progress` is the label under which the mean loss is shown.
 
     Raises ValueError, before anything is compiled, for configs that differ in more, that have stages or start from a
@@ -52,11 +52,8 @@ def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> l
     check_together(configs)
     for config in configs:
         check_run(config, config.directory)
-    enable_compilation_cache(configs[0].monitor.compilation_cache)
-    keep_memory_on_cpu()
-    rows = training_rows(configs[0])
-    trained = _train(configs, rows, progress)
-    return [_save(config, rows.digest(), each) for config, each in zip(configs, trained, strict=True)]
+    prepare_process(configs[0].monitor.compilation_cache)
+    return _train(configs, training_rows(configs[0]), progress)
 
 
 def check_together(configs: Sequence[Config]) -> None:
@@ -74,16 +71,7 @@ def check_together(configs: Sequence[Config]) -> None:
         check(not changed, f"trainings of one program differ in rates and seeds alone; found {'; '.join(changed)}")
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """The result of one training: its last state, its position in the data, and its metrics."""
-
-    state: TrainState
-    position: Any
-    lines: list[dict[str, Any]]
-
-
-def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) -> list[_Trained]:
+def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) -> list[FitResult]:
     train, seeds = configs[0].train, [config.seed for config in configs]
     program = stacked_program(configs)
     streams = {seed: batches(rows, train.rows, seed) for seed in seeds}
@@ -95,33 +83,29 @@ def _train(configs: Sequence[Config], rows: PackedRows, progress: str | None) ->
             if step % train.log_every and step < train.steps:
                 continue
             logged.append(_lines(step, metrics, len(seeds), train.batch_tokens))
-            report(step, {"loss": _mean(logged[-1])}, 0)
+            report(step, {"loss": finite(np.mean(metrics.loss))}, 0)
             for n, line in enumerate(logged[-1]):
                 if n not in found and (step == train.steps or (line["loss"] or math.inf) < train.stop_loss):
-                    found[n] = _taken(n, state, streams[seeds[n]].get_state(), [lines[n] for lines in logged])
+                    own = jax.tree.map(jnp.asarray, jax.device_get(jax.tree.map(itemgetter(n), state)))
+                    position, lines = streams[seeds[n]].get_state(), [lines[n] for lines in logged]
+                    found[n] = _save(configs[n], rows.digest(), own, position, lines)
             if len(found) == len(seeds):
                 break
     return [found[n] for n in range(len(seeds))]
 
 
-def _taken(number: int, states: TrainState, position: Any, lines: list[dict[str, Any]]) -> _Trained:
-    """The result of one training at this point, while the others continue."""
-    state = jax.device_get(jax.tree.map(lambda leaf: leaf[number], states))
-    return _Trained(jax.tree.map(jnp.asarray, state), position, lines)
-
-
-def _save(config: Config, digest: str, trained: _Trained) -> FitResult:
-    """Writes a training as `fit` leaves it: its config, metrics, a last checkpoint and the result."""
-    directory, steps, last = config.directory, trained.lines[-1]["step"], trained.lines[-1]["loss"]
-    diverged = int(trained.state.guard.in_row) >= config.train.stop_after_skips
+def _save(config: Config, digest: str, state: TrainState, position: Any, lines: list[dict[str, Any]]) -> FitResult:
+    """Writes a training that is done as `fit` leaves it: its config, metrics, a last checkpoint and the result."""
+    directory, steps, last = config.directory, lines[-1]["step"], lines[-1]["loss"]
+    diverged = int(state.guard.in_row) >= config.train.stop_after_skips
     result = FitResult(directory, steps, not diverged, last, None, peak_memory_bytes())
     if not result.finished:
         return result
     create_run(config, directory)
     with closing(MetricsLog(directory)) as log, Checkpoints(config, directory, [digest]) as checkpoints:
-        for line in trained.lines:
+        for line in lines:
             log.write(**line)
-        checkpoints.save(steps, 0, trained.state, trained.position)
+        checkpoints.save(steps, 0, state, position)
     write_result(result)
     return result
 
@@ -133,11 +117,6 @@ def _lines(step: int, metrics: StepMetrics, count: int, batch_tokens: int) -> li
         {"step": step, "loss": finite(losses[n]), "gradient_norm": finite(norms[n]), "tokens": step * batch_tokens}
         for n in range(count)
     ]
-
-
-def _mean(lines: Sequence[dict[str, Any]]) -> float | None:
-    found = [line["loss"] for line in lines if line["loss"] is not None]
-    return sum(found) / len(found) if found else None
 
 
 @dataclass(frozen=True)
@@ -161,8 +140,8 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
     devices = (jax.devices() if devices is None else devices)[: len(configs)]
     mesh = mesh_from_sizes(dict.fromkeys(AXES, 1) | {_AXIS: len(devices)}, devices)
     filled = [*configs, *[configs[-1]] * (-len(configs) % len(devices))]
-    parts = parts_of(Setup(configs[0], without(mesh, _AXIS)))
-    given = jax.tree.map(lambda *each: np.stack(each), *(parts.given(config) for config in filled))
+    setup = Setup(configs[0], without(mesh, _AXIS))
+    given = jax.tree.map(lambda *each: np.stack(each), *(given_of(setup, config) for config in filled))
 
     map_trainings = _in_turn if devices[0].platform == "cpu" else jax.vmap
 
@@ -173,8 +152,8 @@ def stacked_program(configs: Sequence[Config], devices: list | None = None) -> S
             check_vma=False,
         )  # fmt: skip
 
-    first = jax.jit(split(partial(initialize, parts), 1))
-    following = jax.jit(split(partial(update, parts), 3), donate_argnums=1)
+    first = jax.jit(split(partial(initialize, setup), 1))
+    following = jax.jit(split(partial(update, setup), 3), donate_argnums=1)
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
 
     def step(state: TrainState, read: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:

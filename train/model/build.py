@@ -1,6 +1,7 @@
 """From a config to a model: the scheme, and the decoder around it."""
 
 import dataclasses
+import json
 from functools import cached_property
 from typing import Any
 
@@ -166,6 +167,11 @@ class Setup:
         """The decoder with shapes and dtypes in place of parameters."""
         return nnx.eval_shape(self.model)
 
+    @cached_property
+    def axes(self) -> Any:
+        """The logical names of the axes of the parameters, by the parameters' names."""
+        return nn.logical_axes(self.abstract)
+
     @property
     def shapes(self) -> Any:
         """The shapes and dtypes of the parameters, by their names."""
@@ -174,7 +180,17 @@ class Setup:
     @property
     def undivided(self) -> str:
         """A line on the parameters that the mesh does not divide; see `train.model.sharding.replicated`."""
-        return replicated(self.mesh, nn.logical_axes(self.abstract), self.shapes)
+        return replicated(self.mesh, self.axes, self.shapes)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on how a released scheme is changed, and `undivided`."""
+        lines, entry = [], self.config.scheme
+        if entry.name == RELEASED and entry.options:
+            changes = trained_changes(self.config, entry)
+            how = f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
+            lines.append(f"the released scheme, {how}")
+        return [*lines, f"warning: {self.undivided}"] if self.undivided else lines
 
 
 def check_model(setup: Setup) -> None:
@@ -225,7 +241,7 @@ def learned_positions(setup: Setup) -> tuple[str, ...]:
     Empty for schemes without parameters. The projections of linear attention do not encode position and are not among
     them.
     """
-    names = [name.split("/") for name, _ in named_parameters(nn.logical_axes(setup.abstract))]
+    names = [name.split("/") for name, _ in named_parameters(setup.axes)]
     inside = [parts[parts.index("learned") + 1] for parts in names if "learned" in parts]
     around = [parts[0] for parts in names if parts[0] in ("shared", "embedding")]
     found = [f"{part}/*" for part in around] + [f"*/learned/{slot}/*" for slot in inside if slot != "linear"]

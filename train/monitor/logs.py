@@ -1,14 +1,29 @@
 """Where metrics are written: JSON lines, TensorBoard, Weights & Biases."""
 
 import hashlib
-import importlib.util
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 from train.config import Config, to_dict
-from train.runtime.paths import is_local, names_in, path
+from train.runtime.paths import is_local, names_in, path, read_rows
+
+
+class _Object:
+    """A file in an object store, which cannot append: every `flush` writes the whole file."""
+
+    def __init__(self, location: Path, content: bytes = b""):
+        self._location, self.content = location, bytearray(content)
+
+    def write(self, data: bytes) -> None:
+        self.content += data
+
+    def flush(self) -> None:
+        self._location.write_bytes(bytes(self.content))
+
+    def close(self) -> None:
+        self.flush()
 
 
 class MetricsLog:
@@ -20,17 +35,20 @@ class MetricsLog:
     """
 
     def __init__(self, directory: Path):
-        location = _parts(directory)[-1]
+        self._directory, location = directory, _parts(directory)[-1]
         content = location.read_bytes() if location.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         self.last: dict[str, Any] = _last_line(whole, location)
-        self._file = location.open("ab") if is_local(location) else _ObjectParts(directory, whole)
+        self._file = location.open("ab") if is_local(location) else _Object(location, whole)
         if is_local(location):
             self._file.truncate(len(whole))
 
     def write(self, step: int, **values: Any) -> None:
         """Appends a line, unless the file already has this step or a later one."""
         if step > self.last["step"]:
+            if isinstance(self._file, _Object) and len(self._file.content) >= _PART:
+                number = len(_parts(self._directory))
+                self._file = _Object(self._directory / "metrics" / f"{number}.jsonl")
             self.last = {"step": step, **values}
             self._file.write(json.dumps(self.last).encode() + b"\n")
             self._file.flush()
@@ -55,56 +73,16 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     An object store cannot append to an object. So there a run writes ``metrics.jsonl`` only until it has 64 KiB, then
     ``metrics/1.jsonl``, and so on: only the newest part is rewritten.
     """
-    content = b"".join(location.read_bytes() for location in _parts(directory) if location.exists())
-    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+    return [row for location in _parts(directory) if location.exists() for row in read_rows(location)]
 
 
 _PART = 1 << 16  # size in bytes from which a part is no longer extended
 
 
 def _parts(directory: Path) -> list[Path]:
-    """The files of all parts that may have lines, in order; always with the first, even if it does not exist."""
-    first = directory / "metrics.jsonl"
-    count = 0 if is_local(first) else len(names_in(directory / "metrics"))
-    return [first, *(_part(directory, number) for number in range(1, count + 1))]
-
-
-def _part(directory: Path, number: int) -> Path:
-    return directory / "metrics" / f"{number}.jsonl" if number else directory / "metrics.jsonl"
-
-
-class _ObjectParts:
-    """Lines in an object store; every `flush` rewrites the newest part, which began with `content`."""
-
-    def __init__(self, directory: Path, content: bytes):
-        self._directory, self._number, self._content = directory, len(_parts(directory)) - 1, bytearray(content)
-
-    def write(self, data: bytes) -> None:
-        if len(self._content) >= _PART:
-            self._number, self._content = self._number + 1, bytearray()
-        self._content += data
-
-    def flush(self) -> None:
-        _part(self._directory, self._number).write_bytes(bytes(self._content))
-
-    def close(self) -> None:
-        """Ends the log; everything is already written."""
-
-
-class _Object:
-    """A file in an object store, which cannot append: every `flush` writes the whole file."""
-
-    def __init__(self, location: Path):
-        self._location, self._content = location, bytearray()
-
-    def write(self, data: bytes) -> None:
-        self._content += data
-
-    def flush(self) -> None:
-        self._location.write_bytes(bytes(self._content))
-
-    def close(self) -> None:
-        self.flush()
+    """The files of all parts that have lines, in order; always with the first, even if it does not exist."""
+    count = 0 if is_local(directory) else len(names_in(directory / "metrics"))
+    return [directory / "metrics.jsonl", *(directory / "metrics" / f"{n}.jsonl" for n in range(1, count + 1))]
 
 
 class _Objects:
@@ -146,7 +124,6 @@ class WandbLog:
     """A run of Weights & Biases, which resumes when the same run directory does."""
 
     def __init__(self, config: Config, directory: Path):
-        check_wandb(config.monitor.wandb)
         import wandb
 
         local = is_local(directory)
@@ -167,14 +144,6 @@ class WandbLog:
     def close(self) -> None:
         """Waits until everything is sent."""
         self._run.finish()
-
-
-def check_wandb(project: str) -> None:
-    """Raises ValueError for a project where wandb is not installed."""
-    if project and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            f"monitor.wandb={project}: the package is not installed: pip install wandb, or leave the key empty"
-        )
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

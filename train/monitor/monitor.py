@@ -1,8 +1,8 @@
 """One object for all that a run reports: the loop calls it, and knows nothing of bars, logs, clocks and threads."""
 
-import itertools
+import importlib.util
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from posjax.nn import DecoderConfig
-from train.config import Config, TrainConfig
+from train.config import Config
 from train.model.build import Setup
 from train.model.flops import decoder_flops
-from train.monitor.goodput import Goodput
-from train.monitor.logs import MetricsLog, TensorBoardLog, WandbLog, check_wandb
-from train.monitor.meter import Meter, count_chips, peak_memory_bytes
+from train.monitor.logs import MetricsLog, TensorBoardLog, WandbLog
+from train.monitor.meter import Goodput, Meter, count_chips, peak_memory_bytes
 from train.monitor.progress import show_progress
 from train.monitor.trace import Trace
 from train.monitor.watchdog import Watchdog
@@ -25,8 +23,11 @@ from train.runtime.chips import PEAK_FLOPS
 
 def check_monitor(config: Config) -> None:
     """Raises ValueError for settings that cannot work: steps to trace beyond the last one, or a missing package."""
-    check_wandb(config.monitor.wandb)
-    steps, profile = config.steps, config.monitor.profile
+    steps, profile, project = config.steps, config.monitor.profile, config.monitor.wandb
+    if project and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"monitor.wandb={project}: the package is not installed: pip install wandb, or leave the key empty"
+        )
     if profile and not 1 <= profile[0] <= profile[1] <= steps:
         raise ValueError(f"monitor.profile must lie between steps 1 and {steps}, the last one; found {list(profile)}")
     if config.monitor.evaluate_every and not config.model.causal:
@@ -41,59 +42,51 @@ class Monitor:
 
     Only process 0 writes and shows metrics; every process watches and traces itself. A loop does:
 
+        monitor.begin_stage(setup)
         batch = monitor.next(stream)
         monitor.before(step, state)
         state, metrics = update(state, batch)
         monitor.after(step, metrics.loss)
-        monitor.write(step, batch.segment_ids, loss=float(metrics.loss), ...)   # at log steps
+        monitor.write(step, tokens, batch.segment_ids, loss=float(metrics.loss), ...)   # at log steps
 
-    It calls `pause` before the first steps of a stage, which compile, and `begin` after them. It tells `goodput`
-    what its other time is spent on. Only `begin` and `write` need idle devices; before `write` they are idle, since the
-    loop has waited for the numbers that it writes.
+    It tells `goodput` what its other time is spent on. Only `write` needs idle devices, and there they are: the loop
+    has waited for the numbers that it writes.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        directory: Path,
-        *,
-        label: str | None = None,
-        began: float | None = None,
-    ):
-        devices = jax.devices()
+    def __init__(self, config: Config, directory: Path, *, label: str | None = None, began: float | None = None):
         self._config, self._directory, self._label = config, directory, label
-        self._stages = config.every_stage
-        # Computed once: the vocabulary may be in a file.
-        self._decoders = [Setup(stage).decoder for stage in self._stages]
+        self._began, self._process = time.time() if began is None else began, jax.process_index()
+        self._all_tokens = sum(stage.train.steps * stage.train.batch_tokens for stage in config.every_stage)
+        devices = jax.devices()
         self._meter = Meter(count_chips(devices), PEAK_FLOPS.get(devices[0].device_kind))
-        self._compiles = True
-        self._process = jax.process_index()
-        self._began = time.time() if began is None else began
-        self.begin = self._meter.begin
 
     def __enter__(self):
-        first = self._process == 0
-        steps = self._config.steps
+        settings, writes = self._config.monitor, self._process == 0
         with ExitStack() as stack:
-            self._logs = tuple(self._open_logs(stack)) if first else ()
-            self.last: dict[str, Any] = self._logs[0].last if first else {"step": 0}
+            self._logs = list(self._open_logs(stack)) if writes else []
+            self.last: dict[str, Any] = self._logs[0].last if writes else {"step": 0}
             self._known = self.last["step"]
             self.goodput = Goodput(self._began, self.last)
-            self._report = stack.enter_context(show_progress(self._label if first else None, steps))
-            self._trace = stack.enter_context(Trace(self._config.monitor.profile, self._directory / "profile"))
-            self._watchdog = stack.enter_context(
-                Watchdog(self._config.monitor.watchdog_seconds, self._append, process=self._process)
-            )
+            self._report = stack.enter_context(show_progress(self._label if writes else None, self._config.steps))
+            self._trace = stack.enter_context(Trace(settings.profile, self._directory / "profile"))
+            watchdog = Watchdog(settings.watchdog_seconds, self._append, process=self._process)
+            self._watchdog = stack.enter_context(watchdog)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error):
         return self._stack.__exit__(*error)
 
-    def pause(self) -> None:
-        """Call it before a stage, whose first step compiles."""
+    def begin_stage(self, setup: Setup, name: str = "", step: int = 0, warm: int = 0) -> None:
+        """Call it before the first step of a stage, which compiles, after `step` steps of the run.
+
+        Its lines have the stage's `name`, unless that is empty. The first `warm` steps do not count for the rates.
+        """
+        self._setup, self._named = setup, {"stage": name} if name else {}
+        self._compiles, self._warm_step = True, step + warm
         self._meter.pause()
-        self._compiles = True
+        if not warm:
+            self._meter.begin()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -102,7 +95,7 @@ class Monitor:
 
     def next(self, stream: Iterator[Any]) -> Any:
         """The next batch of a stream; its time counts as waiting for data."""
-        with self._meter.waiting(), self.goodput.spending("input"):
+        with self.goodput.spending("input"):
             return next(stream)
 
     def before(self, step: int, state: Any) -> None:
@@ -115,31 +108,27 @@ class Monitor:
         if self._compiles:
             self._compiles = False
             self.goodput.spend("steps")
-        self._meter.step(self._stages[self._stage(step)].train.batch_tokens)
+        self._meter.step(self._setup.config.train.batch_tokens)
         self._watchdog.beat(step, value)
         self._trace.after(step, value)
+        if step == self._warm_step:
+            jax.block_until_ready(value)
+            self._meter.begin()
 
-    def write(self, step: int, segment_ids: np.ndarray | None = None, **values: Any) -> None:
+    def write(self, step: int, tokens: int, segment_ids: np.ndarray, **values: Any) -> None:
         """Writes and shows the values of a step, among them ``loss``, unless that step is already written.
 
-        Adds the stage's name, if there are stages, and the rates since the last call. `segment_ids` are those of this
+        Adds the rates since the last call. `tokens` are those of all steps so far; `segment_ids` are those of this
         process's rows of the batch, from which the model FLOPs are counted.
         """
-        number = self._stage(step)
-        named = {"stage": self._config.stage_names[number]} if self._config.stages else {}
-        flops = model_flops(self._stages[number].train, self._decoders[number], segment_ids)
-        rates = self._meter.read(flops)
-        line = {**named, **values, **rates, "peak_memory_bytes": peak_memory_bytes(), **self.goodput.read()}
+        rates = self._meter.read(_model_flops(self._setup, segment_ids))
+        memory = {"peak_memory_bytes": peak_memory_bytes()}
+        line = {**self._named, **values, "tokens": tokens, **rates, **memory, **self.goodput.read()}
         if step > self.last["step"]:
             self.last = {"step": step, **line}
             for log in self._logs:
                 log.write(step, **line)
-        self._report(step, line, tokens_left(self._stages, step))
-
-    def _stage(self, step: int) -> int:
-        """The number of the stage that a step belongs to."""
-        ends = itertools.accumulate(stage.train.steps for stage in self._stages)
-        return next(number for number, end in enumerate(ends) if step <= end)
+        self._report(step, line, self._all_tokens - tokens)
 
     def _open_logs(self, stack: ExitStack) -> Iterator[MetricsLog | TensorBoardLog | WandbLog]:
         """The logs of this run, JSON lines first."""
@@ -157,22 +146,9 @@ class Monitor:
         location.write_text(before + text, encoding="utf-8")
 
 
-def model_flops(train: TrainConfig, decoder: DecoderConfig, segment_ids: np.ndarray | None) -> float | None:
-    """Model FLOPs of an update over all processes, if all have rows like these; None if they cannot be counted.
-
-    Without segment ids every row is one document.
-    """
-    ids = np.zeros((1, train.length), np.int32) if segment_ids is None else segment_ids
+def _model_flops(setup: Setup, segment_ids: np.ndarray) -> float | None:
+    """Model FLOPs of an update over all processes, if all have rows like these; None if they cannot be counted."""
     try:
-        return decoder_flops(decoder, ids).total * train.rows / len(ids)
+        return decoder_flops(setup.decoder, segment_ids).total * setup.config.train.rows / len(segment_ids)
     except ValueError:  # a mask that depends on more than positions
         return None
-
-
-def tokens_left(stages: Sequence[Config], step: int) -> int:
-    """Tokens of the steps after `step`, over all stages."""
-    left = 0
-    for stage in stages:
-        left += max(0, stage.train.steps - max(0, step)) * stage.train.batch_tokens
-        step -= stage.train.steps
-    return left

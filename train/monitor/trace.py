@@ -42,7 +42,7 @@ class Trace:
         jax.profiler.stop_trace()
         if self._near:
             with self._near as near:
-                copy_files(Path(near), self._directory)
+                self._directory.fs.put(f"{near}/", self._directory.path, recursive=True)
 
     def __enter__(self):
         return self
@@ -50,12 +50,3 @@ class Trace:
     def __exit__(self, *_):
         if self._running:
             self._end()
-
-
-def copy_files(source: Path, target: Path) -> None:
-    """Copies all files under a folder to another place, which may be in an object store."""
-    for file in source.rglob("*"):
-        if file.is_file():
-            location = target.joinpath(*file.relative_to(source).parts)
-            location.parent.mkdir(parents=True, exist_ok=True)
-            location.write_bytes(file.read_bytes())

@@ -1,10 +1,9 @@
 """A thread that reports a hang: which step, on which process, and what every Python thread is doing."""
 
-import faulthandler
 import sys
-import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -78,11 +77,8 @@ class Watchdog:
 
 def thread_stacks() -> str:
     """The stack of every Python thread of this process, by the name of the thread."""
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read()
-    # A thread that is just starting has no identifier yet, and no stack.
-    for thread in (thread for thread in threading.enumerate() if thread.ident is not None):
-        text = text.replace(f"hread 0x{thread.ident:016x}", f"hread {thread.name}")
-    return text
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(number, number)} (most recent call last):\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in sys._current_frames().items()
+    )

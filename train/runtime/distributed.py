@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from train.runtime.lines import in_a_line
 from train.runtime.paths import is_store_error
-from train.runtime.tether import tied
+from train.runtime.peer_watch import peer_watch
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Variables for processes without a cluster: the address of process 0 (host:port), the number of processes, and
@@ -84,6 +84,10 @@ def _has_tpu(environment: Mapping[str, str]) -> bool:
     return chips and (bool(listed) or "TPU_SKIP_MDS_QUERY" not in environment)
 
 
+_SHARED_ERRORS = (FileNotFoundError, OSError, ValueError)
+"""Kinds of errors that are raised on all processes; a subclass comes before its base class."""
+
+
 def gather(text: str) -> list[str]:
     """The texts of all processes, in their order, returned on every process. All processes must call it."""
     if jax.process_count() == 1:
@@ -101,9 +105,12 @@ def decide(function: Callable[[], Any]) -> Any:
 
     A ValueError or OSError that it raises is raised on all processes, so that none waits for another.
     """
-    if jax.process_count() == 1:
-        return function()
-    return _value(gather(json.dumps(_outcome(function)) if jax.process_index() == 0 else "")[0])
+    return collect(function if jax.process_index() == 0 else lambda: None)[0]
+
+
+def decided(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that all processes call together, and only process 0 executes; see `decide`."""
+    return wraps(function)(lambda *given, **named: decide(lambda: function(*given, **named)))
 
 
 def collect(function: Callable[[], Any]) -> list[Any]:
@@ -113,32 +120,20 @@ def collect(function: Callable[[], Any]) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [function()]
-    return [_value(outcome) for outcome in gather(json.dumps(_outcome(function)))]
+    try:
+        outcome = None, function()
+    except _SHARED_ERRORS as error:
+        outcome = next(n for n, kind in enumerate(_SHARED_ERRORS) if isinstance(error, kind)), str(error)
+    outcomes = [json.loads(each) for each in gather(json.dumps(outcome))]
+    for kind, value in outcomes:
+        if kind is not None:
+            raise _SHARED_ERRORS[kind](value)
+    return [value for _, value in outcomes]
 
 
 def print_once() -> Callable[[str], Any]:
     """A function that prints a line on process 0, and does nothing on the other processes."""
     return partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
-
-
-_SHARED_ERRORS = (FileNotFoundError, OSError, ValueError)
-"""Kinds of errors that are raised on all processes; a subclass comes before its base class."""
-
-
-def _outcome(function: Callable[[], Any]) -> tuple[int | None, Any]:
-    """What a function returns, or the number of its error's kind and the error's message."""
-    try:
-        return None, function()
-    except _SHARED_ERRORS as error:
-        return next(n for n, kind in enumerate(_SHARED_ERRORS) if isinstance(error, kind)), str(error)
-
-
-def _value(outcome: str) -> Any:
-    """The value of an `_outcome` in JSON; if it holds an error, that is raised."""
-    kind, value = json.loads(outcome)
-    if kind is not None:
-        raise _SHARED_ERRORS[kind](value)
-    return value
 
 
 @contextmanager
@@ -148,25 +143,23 @@ def stop_requested() -> Iterator[threading.Event]:
     With several processes jax itself listens for SIGTERM, notifies the others and lets all stop after the same step. So
     SIGINT becomes a SIGTERM here; ask `reached_preemption`, not the event.
     """
-    stop = threading.Event()
-    numbers = (signal.SIGINT,) if jax.distributed.is_initialized() else (signal.SIGINT, signal.SIGTERM)
-    numbers = numbers if threading.current_thread() is threading.main_thread() else ()
-    usual = {number: signal.getsignal(number) for number in numbers}
+    stop, is_joined = threading.Event(), jax.distributed.is_initialized()
+    numbers = (signal.SIGINT,) if is_joined else (signal.SIGINT, signal.SIGTERM)
 
     def ask(number: int, _: Any) -> None:
         signal.signal(number, usual[number])
-        if jax.distributed.is_initialized():
+        if is_joined:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             stop.set()
 
-    for number in numbers:
-        signal.signal(number, ask)
+    in_main = threading.current_thread() is threading.main_thread()
+    usual = {number: signal.signal(number, ask) for number in numbers if in_main}
     try:
         yield stop
     finally:
-        for number in numbers:
-            signal.signal(number, usual[number])
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def reached_preemption(step: int, stop: threading.Event) -> bool:
@@ -196,14 +189,14 @@ def processes() -> Iterator[None]:
     """Joins the other processes for the duration of a `with`. If this process fails, it exits at once, with one line.
 
     Waiting for the others, as jax does at the end of a program, would hang: they wait for this one inside a step. They
-    notice the broken connection (see `tether`) and exit in the same way. On one host errors propagate.
+    notice the broken connection (see `peer_watch`) and exit in the same way. On one host errors propagate.
     """
     start()
     if jax.process_count() == 1:
         yield
         return
     try:
-        with tied(jax.process_index(), _hosts(), _lost, _broken, decide, gather) as apart:
+        with peer_watch(jax.process_index(), _hosts(), _lost, _broken, decide, gather) as apart:
             if apart and jax.process_index() == 0:
                 print(f"warning: processes {apart} do not reach process 0; {_LATE}", flush=True)
             yield

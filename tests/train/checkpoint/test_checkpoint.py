@@ -232,7 +232,7 @@ def test_the_newest_checkpoint_may_be_in_the_middle_of_a_save(copy, capsys):
     for step, status in (("6", 0), ("3", 1)):
         lose_half_of_the_seal(copy / "checkpoints" / step)
         assert main(["verify", str(copy)]) == status
-    assert capsys.readouterr().out.startswith("step 6: not finished")
+    assert capsys.readouterr().out.startswith("step 3: whole\nstep 6 is not finished")
 
 
 def test_a_run_that_restores_a_damaged_step_resumes_from_the_one_before_and_saves_it_again(copy):

@@ -57,8 +57,8 @@ def test_the_newest_comes_back_bit_for_bit_and_at_most_two_stay(opened, saved):
     assert steps(saved) == [6, 7]
     with opened() as checkpoints:
         found = checkpoints.newest([state(0)], Checkpoint(6, 0, None))
-        assert found == LocalCheckpoint(7, 0, {"next_index": 7})
-        restored = checkpoints.restore(found, state(0))
+        assert found == LocalCheckpoint(7, 0, {"next_index": 7}, state(7))
+        restored = found.state
         assert checkpoints.newest([state(0)], Checkpoint(7, 0, None)) is None
         chex.assert_trees_all_equal(restored, state(7))
         chex.assert_trees_all_equal_dtypes(restored, state(7))
@@ -97,8 +97,8 @@ def test_a_changed_byte_in_a_zip_directory_is_noticed_or_changes_nothing(opened,
         for place in range(whole.index(b"PK\x01\x02"), len(whole), 3):
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
             if found := checkpoints.newest([wanted], None):
-                assert found == LocalCheckpoint(7, 0, {"next_index": 7})
-                chex.assert_trees_all_equal(checkpoints.restore(found, wanted), wanted)
+                assert found == LocalCheckpoint(7, 0, {"next_index": 7}, state(7))
+                chex.assert_trees_all_equal(found.state, wanted)
 
 
 @pytest.mark.parametrize(

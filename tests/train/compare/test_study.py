@@ -30,7 +30,7 @@ from train.evaluate.predictor import next_nll
 from train.evaluate.tasks import Vocabulary
 from train.model.build import evaluated_scheme
 from train.model.extension import completed
-from train.runtime.rows import read_rows
+from train.runtime.paths import read_rows
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 

@@ -13,7 +13,7 @@ from train.compare.sweep import Choice, Trial, sweep, trial_config, tuned
 from train.compare.training import DIVERGED
 from train.config import parse
 from train.evaluate.saved import evaluate, evaluation_documents
-from train.runtime.rows import read_rows
+from train.runtime.paths import read_rows
 
 SWEEP = {"learning_rate": [1e-3, 2e-3, 4e-3], "position_factor": [1, 10], "extensions": 2}
 

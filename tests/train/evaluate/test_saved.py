@@ -18,7 +18,7 @@ from train.evaluate.mesh import mesh_for
 from train.evaluate.saved import EVALUATION, evaluate, evaluation_documents, last_length
 from train.evaluate.windows import pieces, whole_windows
 from train.loop.fit import fit
-from train.runtime.rows import read_rows
+from train.runtime.paths import read_rows
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 

@@ -66,8 +66,8 @@ def lines(directory):
 
 
 def metrics(directory):
-    kept = ("step", "loss", "gradient_norm", "learning_rate", "tokens")
-    return [{key: line[key] for key in kept} for line in lines(directory)]
+    kept = ("step", "loss", "gradient_norm", "learning_rate", "tokens", "held_out_loss")
+    return [{key: line.get(key) for key in kept} for line in lines(directory)]
 
 
 def contents(directory):

@@ -15,11 +15,12 @@ from refusals import refused
 from tensorboardX.proto.event_pb2 import Event
 
 from train.config import parse
-from train.monitor.cache import enable_compilation_cache
+from train.model.build import Setup
 from train.monitor.logs import MetricsLog, read_metrics
 from train.monitor.monitor import Monitor, check_monitor
 from train.monitor.trace import Trace
 from train.runtime.paths import path
+from train.runtime.reuse import enable_compilation_cache
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -97,16 +98,18 @@ def with_monitor(**settings):
     return parse({**CONFIG, "monitor": settings})
 
 
-def run(monitor, steps):
+def report(monitor, config, steps):
     """A training loop without a model, which logs every second step."""
-    monitor.begin()
     for step in steps:
+        if step in (steps[0], 5):
+            number = 0 if step <= 4 else 1
+            monitor.begin_stage(Setup(config.stage(number)), config.stage_names[number])
         monitor.next(iter([0]))
         monitor.before(step, 0.0)
         monitor.after(step, 0.0)
         if step % 2 == 0:
             rows = np.zeros((2, 16 if step <= 4 else 32), np.int32)  # one document each
-            monitor.write(step, rows, loss=1 / step, skipped=0)
+            monitor.write(step, 64 * step, rows, loss=1 / step, skipped=0)
 
 
 def test_all_logs_of_a_resumed_run_have_the_same_values_and_no_step_twice(place, monkeypatch):
@@ -114,7 +117,7 @@ def test_all_logs_of_a_resumed_run_have_the_same_values_and_no_step_twice(place,
     monkeypatch.setattr(jax, "devices", lambda: [device])
     for steps in (range(1, 7), range(4, 11)):
         with Monitor(parse(CONFIG), place) as monitor:
-            run(monitor, steps)
+            report(monitor, parse(CONFIG), steps)
             assert monitor.last["step"] == steps[-1]
             assert monitor.tokens_per_second > 0
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
@@ -138,7 +141,7 @@ def test_all_logs_of_a_resumed_run_have_the_same_values_and_no_step_twice(place,
 def test_other_processes_write_and_show_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with Monitor(parse(CONFIG), tmp_path, label="mine") as monitor:
-        run(monitor, range(1, 11))
+        report(monitor, parse(CONFIG), range(1, 11))
         assert monitor.last["loss"] == 0.1
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr() == ("", "")
@@ -151,7 +154,7 @@ def test_wandb_gets_the_known_values_and_its_run_resumes(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for steps in (range(1, 3), range(1, 5)):
         with Monitor(config, tmp_path) as monitor:
-            run(monitor, steps)
+            report(monitor, config, steps)
     first, second = (call.kwargs for call in wandb.init.call_args_list)
     assert first == second
     assert (first["project"], first["name"], first["resume"]) == ("lengths", "run", "allow")

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from train.config import parse
+from train.model.build import Setup
 from train.monitor.monitor import Monitor
 from train.monitor.watchdog import Watchdog
 
@@ -98,6 +99,7 @@ def test_a_run_that_waits_for_a_batch_names_the_step_in_its_directory(tmp_path, 
 
     stream = read_a_slow_disk()
     with Monitor(config, tmp_path) as monitor:
+        monitor.begin_stage(Setup(config))
         for step in range(1, 6):
             monitor.next(stream)
             monitor.before(step, None)

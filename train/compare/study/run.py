@@ -37,10 +37,8 @@ from train.evaluate.mesh import mesh_for
 from train.evaluate.tasks import Vocabulary, check_tasks
 from train.model.build import Setup, check_vocabulary, model_length
 from train.model.extension import completed
-from train.monitor.cache import enable_compilation_cache
-from train.runtime.allocator import keep_memory_on_cpu
-from train.runtime.paths import write_file
-from train.runtime.rows import append_row, read_rows
+from train.runtime.paths import append_row, read_rows, write_file
+from train.runtime.reuse import prepare_process
 
 
 def run_study(config: Config, console: Console | None = None) -> Path:
@@ -63,8 +61,7 @@ def run_study(config: Config, console: Console | None = None) -> Path:
     search = _search(config, model_digest, chosen)
     directory = config.directory
     _open_directory(config, directory)
-    enable_compilation_cache(config.monitor.compilation_cache)
-    keep_memory_on_cpu()
+    prepare_process(config.monitor.compilation_cache)
     mesh = mesh_for(config, rows=1)
     study = _Study(config, model_digest, texts, search, directory, console, read_rows(directory / RESULTS), mesh)
     try:

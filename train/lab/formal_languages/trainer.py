@@ -16,7 +16,7 @@ from train.config import SchemeConfig
 from train.lab.formal_languages.config import LanguagesConfig
 from train.lab.formal_languages.generators import PAD, VOCABULARY_SIZE, Example, Language
 from train.model.build import build_scheme
-from train.runtime.allocator import keep_memory_on_cpu
+from train.runtime.reuse import keep_memory_on_cpu
 
 Rule = PositionRule | int | None
 """A scheme's rule of positions; or the number of axes, if its features read several; or None for token indices."""

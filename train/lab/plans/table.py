@@ -21,8 +21,7 @@ from train.plan.pods import DCN_LATENCY, KNOWN, LATENCY, Pod, pod_of
 from train.plan.report import mesh_text
 from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
-from train.runtime.paths import ROOT, write_file
-from train.runtime.rows import read_rows, write_rows
+from train.runtime.paths import ROOT, read_rows, write_file, write_rows
 
 RESULTS_FILE = ROOT / "configs" / "pods" / "plans.jsonl"
 PAGE = ROOT / "docs" / "plans.md"

@@ -22,7 +22,7 @@ _NUMBER = 4  # bytes of a process's number
 
 
 @contextmanager
-def tied(
+def peer_watch(
     index: int,
     hosts: list[str],
     lost: Callable[[int], None],
@@ -40,7 +40,7 @@ def tied(
         server = stack.enter_context(_listen()) if index == 0 else None
         address = decide(lambda: [hosts, server.getsockname()[1], secrets.token_hex(_SECRET)])
         to_first = None if index == 0 else _connect(*address, index)
-        answers = gather("" if to_first is None else "tied")
+        answers = gather("" if to_first is None else "connected")
         ends = {0: to_first} if to_first else {}
         if server is not None:
             ends = _accept(server, address[2], sum(map(bool, answers)))
@@ -53,7 +53,7 @@ def tied(
         for process, end in ends.items():
             stack.enter_context(end)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that no network drops an idle connection
-            threading.Thread(target=_watch, args=(end, process, lost, broken, done), name="tether", daemon=True).start()
+            threading.Thread(target=_watch, args=(end, process, lost, broken, done), name="peers", daemon=True).start()
         yield apart
         done.set()
         for end in ends.values():

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from train.runtime import tether
+from train.runtime import peer_watch
 
 
 class Run:
@@ -28,11 +28,11 @@ class Run:
         card = bytes.fromhex(secret) + (1).to_bytes(4)
         for piece in (card[:7], card[7:]):  # a card may come in pieces
             self.member.sendall(piece)
-        return ["", "tied"]
+        return ["", "connected"]
 
-    def tied(self, gather):
+    def watched(self, gather):
         calls = (lambda process, what=what: self.noticed.put((what, process)) for what in ("lost", "broken"))
-        return tether.tied(0, ["localhost"], *calls, self.decide, gather)
+        return peer_watch.peer_watch(0, ["localhost"], *calls, self.decide, gather)
 
 
 def say_goodbye(end):
@@ -55,7 +55,7 @@ def be_cut_off(end):
 )
 def test_a_process_is_lost_when_its_connection_is_closed_and_not_when_it_breaks(happens, reported):
     run = Run()
-    with run.tied(run.gather) as apart:
+    with run.watched(run.gather) as apart:
         assert apart == []
         assert run.stranger.recv(1) == b"", "strangers are turned away"
         happens(run.member)
@@ -69,6 +69,6 @@ def test_a_process_is_lost_when_its_connection_is_closed_and_not_when_it_breaks(
 
 
 def test_a_process_that_does_not_come_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(tether, "_PATIENCE", 0.3)
-    with Run().tied(lambda text: ["", "tied"]) as apart:
+    monkeypatch.setattr(peer_watch, "_PATIENCE", 0.3)
+    with Run().watched(lambda text: ["", "connected"]) as apart:
         assert apart == [1]
