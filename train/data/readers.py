@@ -1,14 +1,13 @@
 """The texts in a file of each format, one after the other, however large the file is."""
 
 import codecs
-import gzip
 import json
 import reprlib
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from posjax._checks import IS_POINTER, POINTER
@@ -105,28 +104,13 @@ def _refuse_pointer(head: bytes) -> None:
 
 
 def _unpacked(file: BinaryIO, path: str) -> Iterator[bytes]:
-    if path.endswith(".zst"):
-        yield from _unpacked_zst(file)
+    ending = PurePosixPath(path).suffix
+    if ending not in _COMPRESSED:
+        yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
         return
-    source: Any = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
-    with _damage(EOFError, zlib.error, gzip.BadGzipFile):
-        while chunk := source.read(_CHUNK_BYTES):
-            yield chunk
-
-
-def _unpacked_zst(file: BinaryIO) -> Iterator[bytes]:
-    """Decompresses frame after frame; the library's own stream reader does not notice a truncated file."""
-    zstandard = optional("zstandard", "reading .zst")
-    inside = None
-    with _damage(zstandard.ZstdError):
-        while packed := file.read(_CHUNK_BYTES):
-            while packed:
-                inside = inside or zstandard.ZstdDecompressor().decompressobj()
-                yield inside.decompress(packed)
-                packed = inside.unused_data if inside.eof else b""
-                inside = None if inside.eof else inside
-    if inside is not None:
-        raise CorruptFile("the file ends inside a compressed frame")
+    with _arrow_damage(f"reading {ending}") as arrow:
+        source = arrow.CompressedInputStream(arrow.PythonFile(file, "r"), _COMPRESSED[ending])
+        yield from iter(lambda: source.read(_CHUNK_BYTES), b"")
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -176,7 +160,7 @@ def _no_key(text_key: str, keys: list[str]) -> str:
 
 def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
     parquet = optional("pyarrow.parquet", "reading .parquet")
-    with _arrow_damage():
+    with _arrow_damage("reading .parquet"):
         table = parquet.ParquetFile(file)
         columns = table.schema_arrow.names
         present = [text_key] if text_key in columns else []
@@ -184,9 +168,8 @@ def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
 
 
 def _read_arrow(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
-    ipc = optional("pyarrow.ipc", "reading .arrow")
-    with _arrow_damage():
-        stream = ipc.open_stream(file)
+    with _arrow_damage("reading .arrow") as arrow:
+        stream = arrow.ipc.open_stream(file)
         yield from _column(stream, text_key, stream.schema.names)
 
 
@@ -218,8 +201,10 @@ def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Record]:
                 local.write(chunk)
             local.flush()
         name = local.name if is_url(path) else open_url(path, "data.paths")[1]
-        with _damage(RuntimeError):
+        try:
             yield from _records(module.ArrayRecordReader(name))
+        except RuntimeError as error:
+            raise CorruptFile(in_a_line(error, 300)) from None
 
 
 def _records(reader: Any) -> Iterator[Record]:
@@ -232,26 +217,21 @@ def _records(reader: Any) -> Iterator[Record]:
 
 
 @contextmanager
-def _damage(*kinds: type[Exception]) -> Iterator[None]:
-    """Converts a library's error about damaged content to CorruptFile, in one line."""
-    try:
-        yield
-    except kinds as error:
-        raise CorruptFile(in_a_line(error, 300)) from None
+def _arrow_damage(wanted_by: str) -> Iterator[ModuleType]:
+    """Gives the module of Arrow, and converts its errors about damaged content to CorruptFile, in one line.
 
-
-@contextmanager
-def _arrow_damage() -> Iterator[None]:
-    """Like `_damage`, for Arrow, which raises OSError for damaged content too; such an error has no error number."""
-    arrow = optional("pyarrow", "reading .parquet and .arrow")
+    Arrow raises OSError for damaged content too; such an error has no error number.
+    """
+    arrow = optional("pyarrow", wanted_by)
     try:
-        with _damage(arrow.ArrowException, UnicodeDecodeError):
-            yield
-    except OSError as error:
-        if error.errno is not None:
+        yield arrow
+    except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        if getattr(error, "errno", None) is not None:
             raise
         raise CorruptFile(in_a_line(error, 300)) from None
 
+
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 _READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[Record]]] = {
     ".txt": _read_whole,

@@ -3,16 +3,18 @@
 import glob
 import hashlib
 import json
+import math
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from train.config import DataConfig
-from train.data.left_out import LeftOut, named_bad, report
 from train.data.readers import BadRecord, CorruptFile, Document, Record, is_readable, known_formats, texts
 from train.data.storage import find, is_url, open_url
 
+_NAMED_FILES = 5  # files with something left out that are named
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
 Log = Callable[[str], Any]
@@ -30,6 +32,64 @@ class SourceFile(NamedTuple):
     path: str
     size: int
     stamp: str
+
+
+@dataclass
+class LeftOut:
+    """What is left out of some files: damaged files, and bad records (lines, rows) in the other files.
+
+    Attributes:
+        records: how many records were read, good or bad.
+        corrupt: why a file is left out as a whole, by path.
+        bad: how many records of a file are bad, and what is wrong with the first, by path.
+    """
+
+    records: int = 0
+    corrupt: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def add_bad(self, path: str, reason: str) -> None:
+        """Counts a bad record."""
+        count, first = self.bad.get(path, (0, reason))
+        self.bad[path] = count + 1, first
+
+    def add_all(self, other: "LeftOut") -> None:
+        """Adds what is left out of other files."""
+        self.records += other.records
+        self.corrupt |= other.corrupt
+        self.bad |= other.bad
+
+    def named_bad(self) -> str:
+        """The first files with bad records, and what is wrong with the first record of each."""
+        return _listed([f"{path} ({count:,}: {first})" for path, (count, first) in self.bad.items()])
+
+
+def report(left_out: LeftOut, files: int, bad_records: float, log: Log) -> None:
+    """Logs what is left out of a number of files: a line for damaged files, and one for bad records.
+
+    Raises ValueError if all files are damaged, or if the share of bad records is above `bad_records`.
+    """
+    if left_out.corrupt:
+        listed = _listed([f"{path} ({reason})" for path, reason in left_out.corrupt.items()])
+        if len(left_out.corrupt) == files:
+            raise ValueError(f"data: none of the files can be read, {files} in all: {listed}")
+        log(f"data: {len(left_out.corrupt)} of {files} files are damaged and left out: {listed}")
+    if left_out.bad:
+        bad = sum(count for count, _ in left_out.bad.values())
+        share = bad / left_out.records
+        counts = f"data: {bad:,} of {left_out.records:,} records, in {len(left_out.bad)} of {files} files, are bad"
+        if share > bad_records:
+            raise ValueError(
+                f"{counts}, more than data.bad_records={bad_records:g} allows: {left_out.named_bad()}; "
+                f"data.bad_records={math.ceil(1000 * share) / 1000:g} would leave them out"
+            )
+        log(f"{counts} and left out: {left_out.named_bad()}")
+
+
+def _listed(found: Sequence[str]) -> str:
+    """The first few of several things, and how many more there are."""
+    more = [f"and {len(found) - _NAMED_FILES} more"] if len(found) > _NAMED_FILES else []
+    return ", ".join([*found[:_NAMED_FILES], *more])
 
 
 def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
@@ -76,7 +136,7 @@ def read(file: SourceFile, text_key: str) -> Iterator[Record]:
 def no_text(files: Sequence[SourceFile], left_out: LeftOut) -> ValueError:
     """The error for files that hold no text at all."""
     more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-    bad = f" or bad: {named_bad(left_out)}" if left_out.bad else ""
+    bad = f" or bad: {left_out.named_bad()}" if left_out.bad else ""
     return ValueError(f"data: no text in {files[0].path}{more}; every document is empty{bad}")
 
 

@@ -16,7 +16,7 @@ from train.checkpoint.directory import read_config
 from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore, results_of
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
-from train.data.pipeline import held_out_documents
+from train.data.pipeline import held_out_sample
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
@@ -233,7 +233,7 @@ def evaluation_documents(config: Config, trials: bool = False) -> list[np.ndarra
     setup = Setup(config)
     check_vocabulary(setup)
     check_tasks(config.evaluate, Vocabulary(setup.tokenizer))
-    held_out = held_out_documents(config)
+    held_out = held_out_sample(config, setup.tokenizer).documents()
     if config.compare.sweep.learning_rate:
         check(
             len(held_out) > 1,

@@ -54,7 +54,7 @@ def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> l
         check_run(config, config.directory)
     enable_compilation_cache(configs[0].monitor.compilation_cache)
     keep_memory_on_cpu()
-    rows = training_rows(configs[0])
+    rows = training_rows(configs[0], Setup(configs[0]).tokenizer)
     trained = _train(configs, rows, progress)
     return [_save(config, rows.digest(), each) for config, each in zip(configs, trained, strict=True)]
 
