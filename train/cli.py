@@ -193,7 +193,7 @@ def plan(
         options = StepOptions.of(**steps, flags=flags, sweep=sweep, evaluate=evaluate)
         compare_steps(config, topology, slices, options)
         return
-    from train.plan.command import plan
+    from train.plan.report import plan
 
     plan(config, topology, slices, sweep, flags, evaluate)
 

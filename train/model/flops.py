@@ -17,7 +17,6 @@ from posjax.nn import DecoderConfig
 from posjax.positions import Range
 from posjax.scheme import Layers, Scheme
 from posjax.scheme.choices import all_of
-from train.config import Config
 from train.model.build import Setup
 
 END = np.iinfo(np.int64).max // 4
@@ -44,13 +43,11 @@ class Flops(NamedTuple):
         return self.parameters + self.attention
 
 
-def update_flops(config: Config) -> Flops:
-    """`decoder_flops` of a config, with every row of the batch as one document.
-
-    Each call reads the tokenizer, for the vocabulary; to count many batches use `decoder_flops`.
-    """
-    row = decoder_flops(Setup(config).decoder, np.zeros((1, config.train.length), np.int32))
-    return Flops(config.train.rows * row.parameters, config.train.rows * row.attention)
+def update_flops(setup: Setup) -> Flops:
+    """`decoder_flops` of a config, with every row of the batch as one document."""
+    train = setup.config.train
+    row = decoder_flops(setup.decoder, np.zeros((1, train.length), np.int32))
+    return Flops(train.rows * row.parameters, train.rows * row.attention)
 
 
 def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
@@ -108,12 +105,12 @@ def _score_size(scheme: Scheme, decoder: DecoderConfig) -> int:
     return jax.eval_shape(phi, jax.random.key(0)).shape[-1]
 
 
-def maxtext_flops(config: Config) -> Flops:
+def maxtext_flops(setup: Setup) -> Flops:
     """Model FLOPs by MaxText's convention, for comparison with its published numbers: half of all pairs for any mask,
 
     attention = layers x 12 heads d_head length^2 / 2 x rows.
     """
-    decoder, train = Setup(config).decoder, config.train
+    decoder, train = setup.decoder, setup.config.train
     work = 12 * decoder.num_layers * decoder.num_heads * decoder.head_dim
     return Flops(6.0 * product_parameters(decoder) * train.batch_tokens, work * train.length**2 / 2 * train.rows)
 

@@ -1,21 +1,43 @@
-"""Prints a plan on a terminal."""
+"""``python -m train plan CONFIG --topology v5p:8x8x8``: makes plans and prints them on a terminal."""
 
 from __future__ import annotations
 
-from jax.sharding import AbstractMesh
 from rich.console import Console, Group
 from rich.table import Table
 
-from train.model.build import Setup
+from posjax._checks import check
+from train.config import Config
 from train.plan.network import DCN
-from train.plan.plan import Plan
-from train.plan.pods import DCN_LATENCY, GIB, LATENCY
-from train.runtime.flags import VARIABLE
+from train.plan.plan import Plan, compiled_with, make_plan, mesh_text, plan_evaluation
+from train.plan.pods import DCN_LATENCY, GIB, LATENCY, pod_of
+from train.plan.sweep import sweep as rank
 
 _WIDTH = 120
 """The width of tables if there is no terminal."""
 
-_NO_FLAGS = "compiled without flags of the compiler"
+
+def plan(
+    config: Config, topology: str, slices: int = 1, sweep: int = 0, flags: str | None = None, evaluate: bool = False
+) -> None:
+    """Plans every stage of a config on slices of a pod. With `sweep` above 0, compiles and ranks that many ways to run
+    it instead; with `evaluate`, plans its evaluation.
+
+    `flags` are those of the compiler; None for those recommended for the chip. Raises ValueError for a pod that does
+    not exist, or a config that does not fit it.
+    """
+    check(sweep >= 0, f"--sweep: expected the number of ways to compile, found {sweep}")
+    check(not (evaluate and sweep), "--sweep ranks ways to train, not evaluations; leave out --sweep or --evaluate")
+    pod, console = pod_of(topology, slices), new_console()
+    if evaluate:
+        show(plan_evaluation(config, pod, flags=flags), console)
+        return
+    for name, stage in zip(config.stage_names, config.every_stage, strict=True):
+        if len(config.stage_names) > 1:
+            console.rule(name)
+        if sweep:
+            rank(stage, pod, sweep, console, flags)
+        else:
+            show(make_plan(stage, pod, flags=flags), console)
 
 
 def new_console() -> Console:
@@ -29,19 +51,9 @@ def show(plan: Plan, console: Console) -> None:
     largest = (_largest(plan),) if plan.largest else ()
     console.print(Group(_memory(plan), *largest, _traffic(plan), _step(plan)))
     console.print(assumptions(plan), highlight=False)
-    if message := Setup(plan.config, AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))).undivided:
+    if message := plan.setup.undivided:
         console.print(f"warning: {message}", highlight=False)
     console.print(f"The step was {compiled_with(plan.flags)}", highlight=False)
-
-
-def compiled_with(flags: str) -> str:
-    """The flags of the compiler, and how to set them for a run."""
-    return f'compiled with these flags, which a run needs too: export {VARIABLE}="{flags}"' if flags else _NO_FLAGS
-
-
-def mesh_text(axes: dict[str, int]) -> str:
-    """``fsdp 64 x context 8``: the axes with more than one device."""
-    return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
 
 
 def _memory(plan: Plan) -> Table:
@@ -99,7 +111,7 @@ def _step(plan: Plan) -> Table:
 
 
 def _title(plan: Plan) -> str:
-    train = plan.config.train
+    train = plan.setup.config.train
     return "A step" if plan.share == 1 else f"The loss of {train.rows} rows of {train.length:,} tokens"
 
 

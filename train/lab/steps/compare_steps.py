@@ -22,9 +22,9 @@ from train.lab.steps.saved_step import SavedStep
 from train.model.build import Setup
 from train.model.flops import Flops, update_flops
 from train.plan.compiling import compile_step
-from train.plan.plan import check_split, kernels_of, plan_of, simulator_of
+from train.plan.plan import check_split, compiled_with, kernels_of, plan_of, simulator_of
 from train.plan.pods import GIB, Pod, pod_of
-from train.plan.report import compiled_with, new_console
+from train.plan.report import new_console
 from train.plan.report import show as show_plan
 
 _PASSES = PASSES[:3]
@@ -77,17 +77,17 @@ def compare_steps(config: Config, topology: str, slices: int, options: StepOptio
     )
     (stage,) = config.every_stage
     steps = [saved_step.read(folder, pod) for folder in options.against]
+    setup = check_split(stage, pod) if len(steps) < 2 else Setup(stage)
     if len(steps) < 2:
-        check_split(stage, pod)
         ours = compile_step(stage, pod, flags=options.flags)
         if options.keep:
             saved_step.save(options.keep, ours, stage.train.batch_tokens)
         if not steps:
-            show_plan(plan_of(stage, pod, ours), console)
+            show_plan(plan_of(setup, pod, ours), console)
             return
         steps.insert(0, SavedStep("ours", ours))
     breakdowns = [breakdown_of(one, stage, pod, options.blocks) for one in steps]
-    show(breakdowns, update_flops(stage), stage.train.batch_tokens, pod, console)
+    show(breakdowns, update_flops(setup), stage.train.batch_tokens, pod, console)
     for one in steps:
         if one.step.flags is not None:
             console.print(f"{one.name}: {compiled_with(one.step.flags)}", highlight=False)
@@ -98,7 +98,7 @@ def breakdown_of(one: SavedStep, config: Config, pod: Pod, blocks: Blocks | None
 
     `blocks` are the block sizes of kernels that are not ours, if their calls do not state them.
     """
-    ours, train = kernels_of(config, pod, one.step.axes), config.train
+    ours, train = kernels_of(Setup(config), pod, one.step.axes), config.train
     kernels = AnyKernels(ours.pod, ours.share, ours.spread, one.schedules, blocks)
     widths = Widths.of(Setup(config).decoder, train.length, pod.devices)
     simulator = simulator_of(pod, one.step, kernels)
