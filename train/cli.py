@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import load
-from train.config.sections import about_sections, keys_beside_sections
+from train.config.config import about_sections, keys_beside_sections
 from train.config.settings.checks import nearest
 from train.runtime.lines import in_lines
 from train.runtime.paths import is_store_error

@@ -245,30 +245,25 @@ def _declared(system: Any, folder: str) -> dict[str, str | int]:
 
     Without either file, those of the model's config.json in the folder, which are ids.
     """
-    for name, read in (
-        ("tokenizer_config.json", _named),
-        ("special_tokens_map.json", _named),
-        ("config.json", _numbered),
-    ):
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json"):
         path = f"{folder}/{name}"
         if system.isfile(path):
-            return read(_read_json(system.cat_file(path), path))
+            return _named(_read_json(system.cat_file(path), path), "token_id" if name == "config.json" else "token")
     return {}
 
 
-def _numbered(values: dict[str, Any]) -> dict[str, int]:
-    """The special tokens of a model's configuration, by role; the first one if a role has several."""
-    ids = {role: values.get(f"{name}_token_id") for role, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"))}
-    first = {role: found[0] if isinstance(found, list) and found else found for role, found in ids.items()}
-    return {role: found for role, found in first.items() if type(found) is int}
-
-
-def _named(values: dict[str, Any]) -> dict[str, str]:
-    """The special tokens of a tokenizer's configuration, by role."""
-    keys = {"bos": "bos_token", "eos": "eos_token", "mask": "mask_token", "padding": "pad_token"}
-    tokens = {role: values.get(key) for role, key in keys.items()}
-    words = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
-    return {role: word for role, word in words.items() if isinstance(word, str) and word}
+def _named(values: dict[str, Any], ending: str = "token") -> dict[str, str | int]:
+    """The special tokens of a configuration, by role: words, or ids; of several the first."""
+    found = {}
+    for role, name in {"bos": "bos", "eos": "eos", "mask": "mask", "padding": "pad"}.items():
+        token = values.get(f"{name}_{ending}")
+        if isinstance(token, dict):
+            token = token.get("content")
+        elif isinstance(token, list):
+            token = next(iter(token), None)
+        if type(token) is int or (isinstance(token, str) and token):
+            found[role] = token
+    return found
 
 
 def _read_json(content: bytes, path: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from rich.console import Console, Group
 from rich.table import Table
 
@@ -56,11 +58,17 @@ def show(plan: Plan, console: Console) -> None:
     console.print(f"The step was {compiled_with(plan.flags)}", highlight=False)
 
 
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def _memory(plan: Plan) -> Table:
     unit = "half a chip" if plan.pod.links.devices > 1 else "a chip"
-    table = Table("", "GiB", "share", title=f"HBM of {unit}: {plan.pod.name}, {mesh_text(plan.axes)}")
     memory, hbm = plan.memory, plan.pod.hbm_bytes
-    rows = {
+    sizes = {
         "parameters": memory.parameters,
         "optimizer": memory.optimizer,
         "batch": memory.batch,
@@ -70,29 +78,22 @@ def _memory(plan: Plan) -> Table:
         "all": memory.total,
         "available to a program": hbm,
     }
-    for name, size in rows.items():
-        table.add_row(name, f"{size / GIB:,.2f}", f"{size / hbm:.1%}")
-    return table
+    rows = [(name, f"{size / GIB:,.2f}", f"{size / hbm:.1%}") for name, size in sizes.items()]
+    return _table(f"HBM of {unit}: {plan.pod.name}, {mesh_text(plan.axes)}", ("", "GiB", "share"), rows)
 
 
 def _largest(plan: Plan) -> Table:
-    table = Table("array", "GiB", title="Largest temporary arrays")
-    for each in plan.largest:
-        table.add_row(each.array, f"{each.bytes / GIB:,.2f}")
-    return table
+    rows = [(each.array, f"{each.bytes / GIB:,.2f}") for each in plan.largest]
+    return _table("Largest temporary arrays", ("array", "GiB"), rows)
 
 
 def _traffic(plan: Plan) -> Table:
-    title = "Collectives of a step, for each device"
-    table = Table("mesh axes", "kind", "GB", title=title)
-    for (axes, kind), size in sorted(plan.tally.moved.items(), key=lambda item: -item[1]):
-        if size:
-            table.add_row(axes, kind, f"{size / 1e9:,.2f}")
-    return table
+    moved = sorted(plan.tally.moved.items(), key=lambda item: -item[1])
+    rows = [(axes, kind, f"{size / 1e9:,.2f}") for (axes, kind), size in moved if size]
+    return _table("Collectives of a step, for each device", ("mesh axes", "kind", "GB"), rows)
 
 
 def _step(plan: Plan) -> Table:
-    table = Table("", "", title=f"{_title(plan)}, predicted")
     tally, flops = plan.tally, plan.flops
     rows = {
         "model FLOPs": f"{plan.share * flops.total:.4g}, {flops.attention / flops.total:.1%} of them attention",
@@ -105,9 +106,7 @@ def _step(plan: Plan) -> Table:
         "MFU, allowed pairs only": f"{plan.mfu:.1%}",
         "MFU as MaxText counts it": f"{plan.maxtext_mfu:.1%}",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return _table(f"{_title(plan)}, predicted", ("", ""), rows.items())
 
 
 def _title(plan: Plan) -> str:
