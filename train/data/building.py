@@ -5,22 +5,20 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import compress, islice
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from train.data.corpus import DOCUMENTS, INDEX, damaged, digest_of, read_index, tokens_name
 from train.data.index import DOCUMENT, GONE
-from train.data.readers import BadRecord, CorruptFile, Document, Record
-from train.data.sources import LeftOut, Log, SourceFile, name_hash, no_text, read, report, silent
+from train.data.readers import CorruptFile, Document
+from train.data.sources import LeftOut, SourceFile, documents_of, name_hash, no_text, report, silent
 from train.data.storage import Folder, LocalFolder
 from train.data.tokenizer import Tokenizer, token_type
 
 PIECE_BYTES = 2**26  # of files: a larger file is a piece by itself, smaller ones share a piece
 _GROUP_BYTES = 2**22  # of text that the tokenizer gets at a time
-_LOG_TOKENS = 2**26  # after so many a line says how far a piece is
-_HOPELESS = 1000  # bad records; a file that begins with so many is taken to have no good one
 
 
 class Text(NamedTuple):
@@ -67,14 +65,13 @@ def missing(folder: Folder, pieces: Sequence[Piece]) -> list[Piece]:
     return [piece for piece in pieces if _about_name(piece.number) not in found]
 
 
-def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder, log: Log = silent) -> None:
+def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder) -> None:
     """Encodes the documents of a piece into three files of `folder`: their tokens; size and hash of each document; and,
     written last, piece-p.json with the number of tokens, their digest and what is left out. Every process writes the
     same bytes.
 
-    Documents of a damaged file, those before the damage, get the hash `GONE`. Bad records are counted and left out.
-    Raises ValueError if the first 1,000 records of a file are all bad, unless ``data.bad_records`` is 1: then most
-    likely the name of the texts is wrong, and reading on would take long.
+    Documents of a damaged file, those before the damage, get the hash `GONE`. Raises ValueError for a file that begins
+    with bad records only; see `documents_of`.
     """
     if folder.read(_about_name(piece.number)) is not None:
         return
@@ -82,27 +79,20 @@ def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder, log: Log = s
     sizes, hashes, left_out, digest = array("q"), array("Q"), LeftOut(), hashlib.sha256()
 
     def encode(file: SourceFile) -> Iterator[np.ndarray]:
-        for number, (record, tokens) in enumerate(_encoded(file, piece.text_key, tokenizer), start=1):
-            left_out.records += 1
-            if isinstance(record, BadRecord):
-                left_out.add_bad(file.path, record.reason)
-                _check_hope(left_out, file.path, number, piece.bad_records)
-            elif len(tokens):
+        for group in _groups(documents_of(file, piece.text_key, piece.bad_records, left_out)):
+            encoded = tokenizer.encode_all([document.text for document in group])
+            for document, tokens in zip(group, encoded, strict=True):
                 sizes.append(len(tokens))
-                hashes.append(name_hash(record.name))
+                hashes.append(name_hash(document.name))
                 yield tokens.astype(kind, copy=False)
 
     def contents() -> Iterator[memoryview]:
-        total = 0
         for file in piece.files:
             before = len(hashes)
             try:
                 for tokens in encode(file):
                     digest.update(tokens.data)
                     yield tokens.data
-                    if (total + len(tokens)) // _LOG_TOKENS > total // _LOG_TOKENS:
-                        log(f"data: {total + len(tokens):,} tokens of piece {piece.number}, in {file.path}")
-                    total += len(tokens)
             except CorruptFile as error:
                 left_out.corrupt[file.path] = str(error)
                 hashes[before:] = array("Q", [int(GONE)] * (len(hashes) - before))
@@ -115,35 +105,18 @@ def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder, log: Log = s
     folder.write(_about_name(piece.number), [json.dumps(about).encode()])
 
 
-def _check_hope(left_out: LeftOut, path: str, number: int, bad_records: float) -> None:
-    """Raises ValueError if the first records of a file are all bad, up to this number."""
-    count, first = left_out.bad[path]
-    if number == count == _HOPELESS and bad_records < 1:
-        raise ValueError(
-            f"data: {path}: its first {count:,} records are all bad: {first}; data.bad_records=1 would leave them out"
-        )
-
-
-def _encoded(file: SourceFile, text_key: str, tokenizer: Tokenizer) -> Iterator[tuple[Record, np.ndarray]]:
-    """A file's records and their tokens; none for a bad one, or one without text."""
-    for group in _groups(read(file, text_key)):
-        has_text = [isinstance(record, Document) and bool(record.text) for record in group]
-        encoded = iter(tokenizer.encode_all([record.text for record in compress(group, has_text)]))
-        for record, has in zip(group, has_text, strict=True):
-            yield record, next(encoded) if has else np.empty(0, np.uint16)
-
-
-def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
-    """The records, some megabytes at a time."""
-    group: list[Record] = []
+def _groups(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """The documents, some megabytes at a time."""
+    group: list[Document] = []
     size = 0
-    for record in records:
-        group.append(record)
-        size += len(record[1])  # the text, or what is wrong with it
+    for document in documents:
+        group.append(document)
+        size += len(document.text)
         if size >= _GROUP_BYTES:
             yield group
             group, size = [], 0
-    yield group
+    if group:
+        yield group
 
 
 def finish(folder: Folder, text: Text, tokenizer: Tokenizer) -> None:

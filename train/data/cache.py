@@ -106,8 +106,9 @@ def _build(text: Text, folder: Folder, tokenizer: Tokenizer, log: Log) -> None:
     left = missing(folder, pieces_of(text))
     if left:
         log(f"data: tokenising {sum(len(piece.files) for piece in left)} files into {folder}, once")
-    for piece in left:
-        build_piece(piece, tokenizer, folder, log)
+    for done, piece in enumerate(left, start=1):
+        build_piece(piece, tokenizer, folder)
+        log(f"data: {done} of {len(left)} pieces are done")
     finish(folder, text, tokenizer)
 
 

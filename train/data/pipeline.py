@@ -115,7 +115,12 @@ def warnings_of_shared_text(config: Config) -> list[str]:
         if config.data.held_out and stage.data != config.data:
             ours, measured = _documents_of(stage.data), _documents_of(config.data)
             shared = sorted(_locations(ours) & _locations(measured))
-            found += [_shared_text(name, shared)] if shared and ours != measured else []
+            if shared and ours != measured:
+                found.append(
+                    f"stage {name!r} reads {len(shared)} files of data as part of another text, as {shared[0]}, and "
+                    "may train on documents in them that evaluate measures; give data files of its own, which no "
+                    "stage reads"
+                )
     return found
 
 
@@ -127,13 +132,6 @@ def _documents_of(data: DataConfig) -> tuple:
 
 def _locations(documents: tuple) -> set[str]:
     return {location for part in documents[0] for _, location in part}
-
-
-def _shared_text(stage: str, shared: Sequence[str]) -> str:
-    return (
-        f"stage {stage!r} reads {len(shared)} files of data as part of another text, as {shared[0]}, and may train on "
-        "documents in them that evaluate measures; give data files of its own, which no stage reads"
-    )
 
 
 def batches(rows: PackedRows, batch_rows: int, seed: int, part: slice = slice(None)) -> "grain.DatasetIterator[Batch]":

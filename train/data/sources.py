@@ -11,9 +11,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from train.config import DataConfig
-from train.data.readers import BadRecord, CorruptFile, Document, Record, is_readable, known_formats, texts
+from train.config.settings.checks import check
+from train.data.readers import BadRecord, CorruptFile, Document, is_readable, known_formats, texts
 from train.data.storage import find, is_url, open_url
 
+_HOPELESS = 1000  # bad records; a file that begins with so many is taken to have no good one
 _NAMED_FILES = 5  # files with something left out that are named
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
@@ -48,10 +50,11 @@ class LeftOut:
     corrupt: dict[str, str] = field(default_factory=dict)
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def add_bad(self, path: str, reason: str) -> None:
-        """Counts a bad record."""
+    def add_bad(self, path: str, reason: str) -> int:
+        """Counts a bad record. Returns how many the file has so far."""
         count, first = self.bad.get(path, (0, reason))
         self.bad[path] = count + 1, first
+        return count + 1
 
     def add_all(self, other: "LeftOut") -> None:
         """Adds what is left out of other files."""
@@ -101,36 +104,38 @@ def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
     Raises FileNotFoundError for a path that names nothing, and ValueError if no text can be read, or if too many
     records are bad.
     """
-    parts = zip(list_files(config), config.parts, strict=True)
-    return [document for files, part in parts for document in _readable(files, part.text_key, config.bad_records, log)]
-
-
-def _readable(files: Sequence[SourceFile], text_key: str, bad_records: float, log: Log) -> list[Document]:
-    found: list[Document] = []
-    left_out = LeftOut()
-    for file in files:
-        inside = []
-        try:
-            for record in read(file, text_key):
-                left_out.records += 1
-                if isinstance(record, BadRecord):
-                    left_out.add_bad(file.path, record.reason)
-                elif record.text:
-                    inside.append(record)
-        except CorruptFile as error:
-            left_out.corrupt[file.path] = str(error)
-        else:
-            found += inside
-    report(left_out, len(files), bad_records, log)
-    if not found:
-        raise no_text(files, left_out)
+    found = []
+    for files, part in zip(list_files(config), config.parts, strict=True):
+        documents, left_out = [], LeftOut()
+        for file in files:
+            try:
+                documents += list(documents_of(file, part.text_key, config.bad_records, left_out))
+            except CorruptFile as error:
+                left_out.corrupt[file.path] = str(error)
+        report(left_out, len(files), config.bad_records, log)
+        if not documents:
+            raise no_text(files, left_out)
+        found += documents
     return found
 
 
-def read(file: SourceFile, text_key: str) -> Iterator[Record]:
-    """The records of a file, with the empty and the bad ones. Raises CorruptFile at the first damage to the file."""
-    for record in texts(file.path, text_key):
-        yield record._replace(name=file.name + record.name)
+def documents_of(file: SourceFile, text_key: str, bad_records: float, left_out: LeftOut) -> Iterator[Document]:
+    """The documents of a file that have text; all its records, and the bad ones, are counted in `left_out`.
+
+    Raises CorruptFile at the first damage to the file. Raises ValueError if its first 1,000 records are all bad, unless
+    `bad_records` is 1: then most likely the name of the texts is wrong, and reading on would take long.
+    """
+    for number, record in enumerate(texts(file.path, text_key), start=1):
+        left_out.records += 1
+        if isinstance(record, BadRecord):
+            count = left_out.add_bad(file.path, record.reason)
+            check(
+                not (number == count == _HOPELESS and bad_records < 1),
+                f"data: {file.path}: its first {count:,} records are all bad: {left_out.bad[file.path][1]}; "
+                "data.bad_records=1 would leave them out",
+            )
+        elif record.text:
+            yield record._replace(name=file.name + record.name)
 
 
 def no_text(files: Sequence[SourceFile], left_out: LeftOut) -> ValueError:

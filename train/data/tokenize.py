@@ -146,4 +146,4 @@ def _end_with_parent() -> None:
 
 
 def _build_one(piece: Piece) -> None:
-    build_piece(piece, _tokenizers[0], folder_at(piece.path), print)
+    build_piece(piece, _tokenizers[0], folder_at(piece.path))

@@ -119,9 +119,10 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     decoder, config, tensor = setup.decoder, setup.config, axes["tensor"]
     tokens = _tokens(config.train, axes)
     parameters = _all_parameters(decoder)
-    state = 16 * parameters / _shards(axes) / tensor
+    state = 16 * parameters / (axes["fsdp"] * axes["context"]) / tensor
     gathered = 4 * parameters / decoder.num_layers / tensor
-    inner = _inner(decoder) / tensor
+    # Numbers of a token inside a layer: projections and hidden units.
+    inner = (decoder.head_dim * 2 * (decoder.num_heads + decoder.num_kv_heads) + 3 * decoder.mlp_dim) / tensor
     width, attended = decoder.model_dim, decoder.head_dim * decoder.num_heads / tensor
     kept = {
         "none": 2 * inner + width,
@@ -133,16 +134,6 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     logits = 8 * tokens * decoder.vocab_size / tensor / config.train.loss_chunks
     activations = 2 * tokens * decoder.num_layers * kept[config.model.remat]
     return state + gathered + activations + 4 * tokens * (inner + 2 * decoder.model_dim) + logits
-
-
-def _shards(axes: dict[str, int]) -> int:
-    """Over how many devices parameters are split, besides `tensor`."""
-    return axes["fsdp"] * axes["context"]
-
-
-def _inner(decoder: DecoderConfig) -> int:
-    """How many numbers a token has inside a layer: projections and hidden units."""
-    return decoder.head_dim * 2 * (decoder.num_heads + decoder.num_kv_heads) + 3 * decoder.mlp_dim
 
 
 def _all_parameters(decoder: DecoderConfig) -> int:
@@ -174,7 +165,7 @@ def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod) -> float:
     around = 6 * per_layer * decoder.num_kv_heads * decoder.head_dim * (axes["context"] - 1)
     shared = 4 * _all_parameters(decoder) * parts * pod.slices / pod.chips
     crossed = shared * (pod.slices - 1) / pod.slices / (1e9 * pod.links.dcn)
-    return max(work, gathered * (_shards(axes) > 1) + around, crossed) + inside
+    return max(work, gathered * (axes["fsdp"] * axes["context"] > 1) + around, crossed) + inside
 
 
 def _table(results: list[tuple[Candidate, Plan | str]], pod: Pod, count: int) -> Table:
