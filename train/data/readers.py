@@ -6,6 +6,7 @@ import reprlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
@@ -67,7 +68,7 @@ def is_readable(path: str) -> bool:
 
 def known_formats() -> str:
     """The formats that `texts` can read, in words."""
-    return ", ".join([*_READERS, "folders of Hugging Face datasets"])
+    return ", ".join(_READERS)
 
 
 def _format(path: str) -> str:
@@ -160,36 +161,19 @@ def _no_key(text_key: str, keys: list[str]) -> str:
 
 def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
     parquet = optional("pyarrow.parquet", "reading .parquet")
-    with _arrow_damage("reading .parquet"):
+    with _arrow_damage("reading .parquet") as arrow:
         table = parquet.ParquetFile(file)
         columns = table.schema_arrow.names
-        present = [text_key] if text_key in columns else []
-        yield from _column(table.iter_batches(_RECORDS, columns=present), text_key, columns)
-
-
-def _read_arrow(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
-    with _arrow_damage("reading .arrow") as arrow:
-        stream = arrow.ipc.open_stream(file)
-        yield from _column(stream, text_key, stream.schema.names)
-
-
-def _column(batches: Iterable[Any], text_key: str, columns: list[str]) -> Iterator[Record]:
-    number = 0
-    for batch in batches:
-        values = _values(batch.column(text_key)) if text_key in columns else [None] * batch.num_rows
-        for value in values:
-            number += 1
-            if text_key in columns:
-                yield _of_value(value, number, f"row {number}", text_key)
-            else:
+        if text_key not in columns:
+            for number in range(1, table.metadata.num_rows + 1):
                 yield BadRecord(f":{number}", f"row {number}: {_no_key(text_key, columns)}")
-
-
-def _values(column: Any) -> list[Any]:
-    """Python's values of a column; texts as bytes, since one that is not UTF-8 would hide the others."""
-    arrow = optional("pyarrow", "reading .parquet and .arrow")
-    binary = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
-    return column.cast(binary.get(column.type, column.type)).to_pylist()
+            return
+        # Texts are read as bytes, since one that is not UTF-8 would hide the others.
+        binary = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+        found = (batch.column(text_key) for batch in table.iter_batches(_RECORDS, columns=[text_key]))
+        values = chain.from_iterable(each.cast(binary.get(each.type, each.type)).to_pylist() for each in found)
+        for number, value in enumerate(values, start=1):
+            yield _of_value(value, number, f"row {number}", text_key)
 
 
 def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Record]:
@@ -238,6 +222,5 @@ _READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[Record]]] = {
     ".py": _read_whole,
     ".jsonl": _read_lines,
     ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
     ".array_record": _read_array_record,
 }

@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import json
 import math
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -208,40 +207,12 @@ def resolved(path: str) -> str:
 
 def _matches(pattern: str) -> list[SourceFile]:
     found = find(pattern, "data.paths")
-    system, start = open_url(pattern, "data.paths")
-    start = _fixed_part(start)
-    files = []
-    for path, info in found.items():
-        if info["type"] == "file":
-            files.append(_source_file(path, info, start))
-        elif system.isfile(f"{path}/state.json"):
-            files += _dataset_files(path, start)
+    start = _fixed_part(open_url(pattern, "data.paths")[1])
+    files = [_source_file(path, info, start) for path, info in found.items() if info["type"] == "file"]
     if not files:
-        raise FileNotFoundError(f"data.paths: no file matches {pattern!r}{_folder_hint(pattern, found)}")
+        hint = f"; for all of a folder write {pattern.rstrip('/')}/**/*.txt" if len(found) == 1 else ""
+        raise FileNotFoundError(f"data.paths: no file matches {pattern!r}{hint}")
     return files
-
-
-def _folder_hint(pattern: str, found: dict[str, Any]) -> str:
-    if len(found) != 1:
-        return ""
-    folder = pattern.rstrip("/")
-    splits = find(f"{folder}/*/state.json", "data.paths")
-    if splits:
-        return f"; it holds several datasets, so name one, as {folder}/{PurePosixPath(next(iter(splits))).parent.name}"
-    return f"; for all of a folder write {folder}/**/*.txt"
-
-
-def _dataset_files(folder: str, start: str) -> list[SourceFile]:
-    """The files of a folder that Hugging Face `datasets` saved, as its state.json lists them."""
-    system, path = open_url(folder, "data.paths")
-    try:
-        state = json.loads(system.cat_file(f"{path}/state.json"))
-        names = [item["filename"] for item in state["_data_files"]]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"data.paths: {folder}/state.json was not written by Hugging Face datasets") from None
-    if state.get("_indices_data_files"):
-        raise ValueError(f"data.paths: {folder} has selected rows; call flatten_indices() and save it again")
-    return [_source_file(f"{folder}/{name}", system.info(f"{path}/{name}"), start) for name in names]
 
 
 def _source_file(path: str, info: dict[str, Any], start: str) -> SourceFile:
