@@ -227,7 +227,3 @@ class Scratch:
         with self._file as file:
             file.flush()
             return np.memmap(file, self._kind, "r").view(np.ndarray)
-
-    def close(self) -> None:
-        """Discards the file if it was not mapped."""
-        self._file.close()

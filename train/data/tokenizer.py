@@ -11,6 +11,7 @@ from jaxtyping import UInt
 
 from posjax._checks import POINTER, check_no_pointer
 from train.config import DataConfig
+from train.config.settings.checks import check
 from train.data.storage import open_url, optional
 from train.runtime.lines import in_a_line
 
@@ -42,7 +43,7 @@ class Tokenizer:
     """
 
     def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool, begins: bool):
-        self._size, self._specials = size, (own_specials if own else place_specials)(size, found)
+        self._size, self._specials = size, specials_of(size, found, own)
         self.bos, self.eos, self.mask, self.padding, self.vocabulary_size = self._specials
         self.encoded_size = self.vocabulary_size
         self.opening = (self.bos,) if begins or not own else ()
@@ -147,24 +148,21 @@ class Specials(NamedTuple):
     vocabulary_size: int
 
 
-def own_specials(size: int, found: dict[str, int]) -> Specials:
-    """Special ids as `found`, and no new ones: the end of a document replaces missing ones.
+def specials_of(size: int, found: dict[str, int], own: bool) -> Specials:
+    """Special ids as `found`. If `own`, no new ones: the end of a document replaces missing ones, so without a mask
+    token ``mask`` equals ``eos``. Else missing ones are added after `size` ids, in the order of `_ROLES`.
 
-    So if `found` has no mask token, ``mask`` equals ``eos``.
-
-    Raises ValueError if there is no end of a document.
+    Raises ValueError for `own` without an end of a document.
     """
-    if not found.keys() & {"eos", "bos"}:
-        raise ValueError("data.special_tokens: the tokenizer has neither bos nor eos of its own; 'added' would work")
-    eos = found.get("eos", found.get("bos"))
-    return Specials(**{"bos": eos, "eos": eos, "mask": eos, "padding": eos} | found, vocabulary_size=size)
-
-
-def place_specials(size: int, found: dict[str, int]) -> Specials:
-    """Special ids as `found`; missing ones are added after a vocabulary of `size` ids, in the order of `_ROLES`."""
     lacking = [role for role in _ROLES if role not in found]
-    added = {role: size + index for index, role in enumerate(lacking)}
-    return Specials(**{role: (found | added)[role] for role in _ROLES}, vocabulary_size=size + len(lacking))
+    if not own:
+        added = {role: size + index for index, role in enumerate(lacking)}
+        return Specials(**found, **added, vocabulary_size=size + len(lacking))
+    check(
+        not found.keys().isdisjoint(("eos", "bos")),
+        "data.special_tokens: the tokenizer has neither bos nor eos of its own; 'added' would work",
+    )
+    return Specials(**dict.fromkeys(lacking, found.get("eos", found.get("bos"))), **found, vocabulary_size=size)
 
 
 class ByteTokenizer(Tokenizer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -143,7 +142,7 @@ def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -
     Positions are counted in each document, so the pairs of a document of n tokens are the n-th prefix sum of the mask.
     These sums are computed once for a mask and a length, in O(length); then a batch costs O(documents).
     """
-    heads = [prefix_pairs(mask, length) for mask in _masks_of_heads(scheme, causal)]
+    heads = [prefix_pairs(mask, length) for mask in _masks_of_heads(allowed(scheme, causal))]
     found = [sum(int(sums[tokens]) * count for tokens, count in documents.items()) for sums in heads]
     return found[0] if len(found) == 1 else sum(found) / len(found)
 
@@ -163,28 +162,15 @@ def allowed(scheme: Scheme, causal: bool) -> Mask | None:
     return all_of(masks.Causal() if causal else None, scheme.scheme_mask)
 
 
-@cache
-def _masks_of_heads(scheme: Scheme, causal: bool) -> tuple[Mask | None, ...]:
+def _masks_of_heads(mask: Mask | None) -> list[Mask | None]:
     """One mask for each kind of head; a single one unless dilations differ between heads."""
-    whole = allowed(scheme, causal)
-    kinds = max([1, *(len(each) for each in _dilations(whole))])
-    return tuple(_of_head(whole, head) for head in range(kinds))
-
-
-def _dilations(mask: Mask | None) -> Iterator[tuple[int, ...]]:
     if isinstance(mask, masks.Pair):
-        yield from _dilations(mask.left)
-        yield from _dilations(mask.right)
-    elif isinstance(mask, masks.Dilated) and isinstance(mask.dilation, tuple):
-        yield mask.dilation
-
-
-def _of_head(mask: Mask | None, head: int) -> Mask | None:
-    if isinstance(mask, masks.Pair):
-        return type(mask)(_of_head(mask.left, head), _of_head(mask.right, head))
+        left, right = _masks_of_heads(mask.left), _masks_of_heads(mask.right)
+        kinds = range(max(len(left), len(right)))
+        return [type(mask)(left[kind % len(left)], right[kind % len(right)]) for kind in kinds]
     if isinstance(mask, masks.Dilated) and isinstance(mask.dilation, tuple):
-        return masks.Dilated(mask.size, mask.dilation[head])
-    return mask
+        return [masks.Dilated(mask.size, dilation) for dilation in mask.dilation]
+    return [mask]
 
 
 @lru_cache(maxsize=64)
