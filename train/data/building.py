@@ -13,7 +13,7 @@ import numpy as np
 from train.data.corpus import DOCUMENTS, INDEX, damaged, digest_of, read_index, tokens_name
 from train.data.index import DOCUMENT, GONE
 from train.data.readers import CorruptFile, Document
-from train.data.sources import LeftOut, SourceFile, documents_of, name_hash, no_text, report, silent
+from train.data.sources import LeftOut, SourceFile, name_hash, no_text, read_documents, report, silent
 from train.data.storage import Folder, LocalFolder
 from train.data.tokenizer import Tokenizer, token_type
 
@@ -71,7 +71,7 @@ def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder) -> None:
     same bytes.
 
     Documents of a damaged file, those before the damage, get the hash `GONE`. Raises ValueError for a file that begins
-    with bad records only; see `documents_of`.
+    with bad records only; see `read_documents`.
     """
     if folder.read(_about_name(piece.number)) is not None:
         return
@@ -79,7 +79,7 @@ def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder) -> None:
     sizes, hashes, left_out, digest = array("q"), array("Q"), LeftOut(), hashlib.sha256()
 
     def encode(file: SourceFile) -> Iterator[np.ndarray]:
-        for group in _groups(documents_of(file, piece.text_key, piece.bad_records, left_out)):
+        for group in _groups(read_documents(file, piece.text_key, piece.bad_records, left_out)):
             encoded = tokenizer.encode_all([document.text for document in group])
             for document, tokens in zip(group, encoded, strict=True):
                 sizes.append(len(tokens))

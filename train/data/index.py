@@ -73,7 +73,7 @@ class Index:
     def load(self, blocks: Int64[np.ndarray, "blocks"]) -> Documents:
         """The chosen documents of these blocks, which must be in ascending order."""
         counts = np.minimum(BLOCK, len(self.documents) - blocks * BLOCK)
-        found = self.documents[ranges(blocks * BLOCK, counts)]
+        found = np.asarray(self.documents)[ranges(blocks * BLOCK, counts)]
         sizes, chosen = found["size"], self._chosen(found["hash"])
         chosen_sizes = np.where(chosen, sizes, 0)
         starts = _running(sizes, counts, self._offsets[blocks])

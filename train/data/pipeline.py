@@ -113,7 +113,7 @@ def warnings_of_shared_text(config: Config) -> list[str]:
     found = []
     for name, stage in zip(config.stage_names, config.every_stage, strict=True):
         if config.data.held_out and stage.data != config.data:
-            ours, measured = _documents_of(stage.data), _documents_of(config.data)
+            ours, measured = _held_out_by(stage.data), _held_out_by(config.data)
             shared = sorted(_locations(ours) & _locations(measured))
             if shared and ours != measured:
                 found.append(
@@ -124,7 +124,7 @@ def warnings_of_shared_text(config: Config) -> list[str]:
     return found
 
 
-def _documents_of(data: DataConfig) -> tuple:
+def _held_out_by(data: DataConfig) -> tuple:
     """What determines the held-out documents: the files of every part, by name and location; their share and tokens."""
     parts = [[(file.name, resolved(file.path)) for file in part] for part in list_files(data)]
     return parts, data.held_out, data.held_out_tokens

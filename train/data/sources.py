@@ -108,7 +108,7 @@ def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
         documents, left_out = [], LeftOut()
         for file in files:
             try:
-                documents += list(documents_of(file, part.text_key, config.bad_records, left_out))
+                documents += list(read_documents(file, part.text_key, config.bad_records, left_out))
             except CorruptFile as error:
                 left_out.corrupt[file.path] = str(error)
         report(left_out, len(files), config.bad_records, log)
@@ -118,7 +118,7 @@ def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
     return found
 
 
-def documents_of(file: SourceFile, text_key: str, bad_records: float, left_out: LeftOut) -> Iterator[Document]:
+def read_documents(file: SourceFile, text_key: str, bad_records: float, left_out: LeftOut) -> Iterator[Document]:
     """The documents of a file that have text; all its records, and the bad ones, are counted in `left_out`.
 
     Raises CorruptFile at the first damage to the file. Raises ValueError if its first 1,000 records are all bad, unless
