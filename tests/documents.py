@@ -7,7 +7,7 @@ import numpy as np
 
 from train.config import Config, DataConfig, TrainConfig
 from train.data import pipeline
-from train.data.corpus import Corpus, HeldOutText, digest_of, tokens_name
+from train.data.corpus import Corpus, HeldOutText, digest_of, piece_file
 from train.data.index import Index, documents_of
 from train.data.packing import PackedRows, pack_corpora
 from train.data.sources import Log, silent
@@ -52,7 +52,7 @@ def collect(documents: Sequence[np.ndarray]) -> Corpus:
     sizes = np.array([len(document) for document in documents], np.int64)
     tokens = np.concatenate(documents)
     content, folder = tokens.tobytes(), MemoryFolder()
-    folder.write(tokens_name(0), [content])
+    folder.write(piece_file(0, "tokens"), [content])
     index = Index(documents_of(sizes))
     digest = digest_of([hashlib.sha256(content).hexdigest()], index)
     return Corpus(folder, tokens.dtype, np.zeros(1, np.int64), index, digest, {}, 0)

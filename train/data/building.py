@@ -3,14 +3,13 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from train.data.corpus import DOCUMENTS, INDEX, damaged, digest_of, read_index, tokens_name
+from train.data.corpus import DOCUMENTS, INDEX, damaged, digest_of, piece_file, read_index
 from train.data.index import DOCUMENT, GONE
 from train.data.readers import CorruptFile, Document
 from train.data.sources import LeftOut, SourceFile, name_hash, no_text, read_documents, report, silent
@@ -62,7 +61,7 @@ def pieces_of(text: Text) -> list[Piece]:
 def missing(folder: Folder, pieces: Sequence[Piece]) -> list[Piece]:
     """The pieces that are missing from the folder, or incomplete."""
     found = folder.sizes()
-    return [piece for piece in pieces if _about_name(piece.number) not in found]
+    return [piece for piece in pieces if piece_file(piece.number, "json") not in found]
 
 
 def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder) -> None:
@@ -73,7 +72,7 @@ def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder) -> None:
     Documents of a damaged file, those before the damage, get the hash `GONE`. Raises ValueError for a file that begins
     with bad records only; see `read_documents`.
     """
-    if folder.read(_about_name(piece.number)) is not None:
+    if folder.read(piece_file(piece.number, "json")) is not None:
         return
     kind = token_type(tokenizer.vocabulary_size)
     sizes, hashes, left_out, digest = array("q"), array("Q"), LeftOut(), hashlib.sha256()
@@ -97,12 +96,12 @@ def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder) -> None:
                 left_out.corrupt[file.path] = str(error)
                 hashes[before:] = array("Q", [int(GONE)] * (len(hashes) - before))
 
-    folder.write(tokens_name(piece.number), contents())
+    folder.write(piece_file(piece.number, "tokens"), contents())
     documents = np.empty(len(sizes), DOCUMENT)
     documents["size"], documents["hash"] = sizes, hashes
-    folder.write(_documents_name(piece.number), [documents.tobytes()])
+    folder.write(piece_file(piece.number, "documents"), [documents.tobytes()])
     about = {"tokens": sum(sizes), "digest": digest.hexdigest(), "left_out": vars(left_out)}
-    folder.write(_about_name(piece.number), [json.dumps(about).encode()])
+    folder.write(piece_file(piece.number, "json"), [json.dumps(about).encode()])
 
 
 def _groups(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -127,15 +126,15 @@ def finish(folder: Folder, text: Text, tokenizer: Tokenizer) -> None:
 
     Raises ValueError if no file is readable, none has text, or a piece is missing.
     """
-    numbers = range(len(pieces_of(text)))
-    pieces = [json.loads(content) for content in _read_all(folder, map(_about_name, numbers), 32)]
+    count = len(pieces_of(text))
+    pieces = [json.loads(content) for content in _read_all(folder, "json", count, 32)]
     left_out = LeftOut()
     for piece in pieces:
         left_out.add_all(LeftOut(**piece["left_out"]))
     report(left_out, len(text.files), 1.0, silent)
     if not any(piece["tokens"] for piece in pieces):
         raise no_text(text.files, left_out)
-    folder.write(DOCUMENTS, _read_all(folder, map(_documents_name, numbers), 4))
+    folder.write(DOCUMENTS, _read_all(folder, "documents", count, 4))
     index = read_index(folder)
     if not index.tokens:
         raise no_text(text.files, left_out)
@@ -152,20 +151,13 @@ def finish(folder: Folder, text: Text, tokenizer: Tokenizer) -> None:
         folder.remove_leftovers()
 
 
-def _read_all(folder: Folder, names: Iterable[str], at_once: int) -> Iterator[bytes]:
-    """Files, one after the other; some are read ahead in parallel, because a file at a URL is slow."""
+def _read_all(folder: Folder, ending: str, count: int, at_once: int) -> Iterator[bytes]:
+    """Files of all pieces, one after the other; some are read ahead in parallel, because a file at a URL is slow."""
+    names = [piece_file(number, ending) for number in range(count)]
     with ThreadPoolExecutor(at_once) as pool:
-        names = iter(names)
-        while some := list(islice(names, at_once)):
+        for first in range(0, count, at_once):
+            some = names[first : first + at_once]
             for name, content in zip(some, pool.map(folder.read, some), strict=True):
                 if content is None:
                     raise damaged(folder, name)
                 yield content
-
-
-def _about_name(piece: int) -> str:
-    return f"piece-{piece:06}.json"
-
-
-def _documents_name(piece: int) -> str:
-    return f"piece-{piece:06}.documents"

@@ -47,7 +47,8 @@ class Corpus:
         pieces = np.searchsorted(self.piece_starts, starts, side="right") - 1
         first = (starts - self.piece_starts[pieces]) * self.kind.itemsize
         stop = first + sizes * self.kind.itemsize
-        spans = list(map(Span, map(tokens_name, pieces.tolist()), first.tolist(), stop.tolist()))
+        names = [piece_file(piece, "tokens") for piece in pieces.tolist()]
+        spans = list(map(Span, names, first.tolist(), stop.tolist()))
         return [np.frombuffer(content, self.kind) for content in self.folder.spans(spans)]
 
 
@@ -104,7 +105,7 @@ def open_corpus(folder: Folder) -> Corpus | None:
         return None
     about = json.loads(content)
     kind, tokens = np.dtype(about["kind"]), np.array(about["tokens"], np.int64)
-    wanted = {tokens_name(piece): count * kind.itemsize for piece, count in enumerate(about["tokens"])}
+    wanted = {piece_file(piece, "tokens"): count * kind.itemsize for piece, count in enumerate(about["tokens"])}
     wanted[DOCUMENTS] = DOCUMENT.itemsize * about["documents"]
     found = folder.sizes()
     for name, size in wanted.items():
@@ -125,9 +126,9 @@ def read_index(folder: Folder) -> Index:
     return Index(folder.map(DOCUMENTS, DOCUMENT))
 
 
-def tokens_name(piece: int) -> str:
-    """The file with the tokens of a piece."""
-    return f"piece-{piece:06}.tokens"
+def piece_file(piece: int, ending: str) -> str:
+    """The name of a file of a piece: its ``tokens``, its ``documents``, or the ``json`` that marks it as complete."""
+    return f"piece-{piece:06}.{ending}"
 
 
 def digest_of(before: Iterable[str], index: Index) -> str:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from posjax._checks import IS_POINTER, POINTER
-from train.config.settings.checks import nearest
+from train.config.settings.checks import check, nearest
 from train.data.storage import is_url, open_url, optional
 from train.runtime.lines import in_a_line
 
@@ -61,14 +61,9 @@ def texts(path: str, text_key: str) -> Iterator[Record]:
         raise CorruptFile("a link that leads nowhere") from None
 
 
-def is_readable(path: str) -> bool:
-    """Whether the name has the ending of a known format."""
-    return _format(path) in _READERS
-
-
-def known_formats() -> str:
-    """The formats that `texts` can read, in words."""
-    return ", ".join(_READERS)
+def check_readable(path: str) -> None:
+    """Raises ValueError unless the name has the ending of a known format."""
+    check(_format(path) in _READERS, f"data.paths: {path} has no known format (known: {', '.join(_READERS)})")
 
 
 def _format(path: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from train.config import DataConfig
 from train.config.settings.checks import check
-from train.data.readers import BadRecord, CorruptFile, Document, is_readable, known_formats, texts
+from train.data.readers import BadRecord, CorruptFile, Document, check_readable, texts
 from train.data.storage import find, is_url, open_url
 
 _HOPELESS = 1000  # bad records; a file that begins with so many is taken to have no good one
@@ -192,8 +192,7 @@ def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
             if location in seen:  # under two names it could be both trained on and held out
                 continue
             seen.add(location)
-            if not is_readable(file.path):
-                raise ValueError(f"data.paths: {file.path} has no known format (known: {known_formats()})")
+            check_readable(file.path)
             if files.setdefault(file.name, file) is not file:
                 clash = f"{files[file.name].path} and {file.path} are both called {file.name!r}"
                 raise ValueError(f"data.paths: {clash}; use one common glob")

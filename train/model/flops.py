@@ -14,7 +14,7 @@ from posjax import masks
 from posjax.masks import Mask
 from posjax.nn import DecoderConfig
 from posjax.positions import Range
-from posjax.scheme import Layers, Scheme
+from posjax.scheme import Scheme
 from posjax.scheme.choices import all_of
 from train.model.build import Setup
 
@@ -66,18 +66,9 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
     tokens, documents = int(np.count_nonzero(segment_ids >= 0)), _documents(segment_ids)
     attention = sum(
         6 * decoder.num_heads * layers * _pair_work(scheme, decoder, segment_ids.shape[1], documents, tokens)
-        for scheme, layers in _counts(decoder.layers).items()
+        for scheme, layers in Counter(decoder.layers.schemes).items()
     )
     return Flops(6.0 * product_parameters(decoder) * tokens, float(attention))
-
-
-def _counts(layers: Layers) -> Counter[Scheme]:
-    """How many layers have each scheme."""
-    found: Counter[Scheme] = Counter()
-    for schemes, repeats in layers.patterns:
-        for scheme in schemes:
-            found[scheme] += repeats
-    return found
 
 
 def _pair_work(scheme: Scheme, decoder: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
@@ -131,7 +122,7 @@ def product_parameters(decoder: DecoderConfig) -> int:
             + decoder.num_kv_heads * (scheme.key_size(size) + size)
             + hidden
         )
-        for scheme, layers in _counts(decoder.layers).items()
+        for scheme, layers in Counter(decoder.layers.schemes).items()
     )
     return decoder.model_dim * (sum(widths) + decoder.vocab_size)
 

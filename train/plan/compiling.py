@@ -180,13 +180,22 @@ def _child(directory: Path, pod: Pod, kind: str) -> dict[str, Any]:
 
 def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     """The mesh of a train step, the step, and its arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    from train.data.packing import Batch
     from train.loop.step import build_program
     from train.model.build import Setup
     from train.model.mesh import make_mesh
+    from train.model.sharding import named_sharding
 
-    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, devices)
+    train = config.train
+    mesh = make_mesh(train.mesh, train.rows // train.accumulate, devices)
     program = build_program(Setup(config, mesh))  # outside `set_mesh`, which would send computed values to the mesh
-    return mesh, program.update, (program.given, program.abstract, abstract_batch(config, mesh))
+    rows = jax.ShapeDtypeStruct(
+        (train.rows, train.length), jnp.int32, sharding=named_sharding(mesh, ("batch", "length"))
+    )
+    return mesh, program.update, (program.given, program.abstract, Batch(*(rows for _ in Batch._fields)))
 
 
 def batch_of_evaluation(config: Config, devices: int, slices: int) -> TrainConfig:
@@ -221,21 +230,6 @@ def _evaluation(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters, shardings)
     program, shapes = scoring(predictor, train.rows, train.length)
     return mesh, program, (abstract, *shapes)
-
-
-def abstract_batch(config: Config, mesh: Any) -> Any:
-    """The shapes and shardings of a batch."""
-    import jax
-    import jax.numpy as jnp
-
-    from train.data.packing import Batch
-    from train.model.sharding import named_sharding
-
-    train = config.train
-    rows = jax.ShapeDtypeStruct(
-        (train.rows, train.length), jnp.int32, sharding=named_sharding(mesh, ("batch", "length"))
-    )
-    return Batch(*(rows for _ in Batch._fields))
 
 
 def _memory(analysis: Any, state: Any, *batch: Any) -> Memory:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from train.data import index, packing
-from train.data.corpus import DOCUMENTS, INDEX, open_corpus, tokens_name
+from train.data.corpus import DOCUMENTS, INDEX, open_corpus, piece_file
 from train.data.index import DOCUMENT, GONE
 from train.data.packing import pack_corpora
 from train.data.pipeline import hold_out
@@ -22,7 +22,7 @@ EACH = 8
 def many(tmp_path_factory):
     """A cache of very many short documents; its file of tokens is sparse and takes no space."""
     folder = LocalFolder(tmp_path_factory.mktemp("many"))
-    with (folder.path / tokens_name(0)).open("wb") as file:
+    with (folder.path / piece_file(0, "tokens")).open("wb") as file:
         file.truncate(2 * EACH * MANY)
     documents = np.empty(MANY, DOCUMENT)
     documents["size"], documents["hash"] = EACH, np.random.default_rng(0).integers(0, 2**48, MANY)
