@@ -106,28 +106,20 @@ def _step(plan: Plan) -> Table:
         "MFU, allowed pairs only": f"{plan.mfu:.1%}",
         "MFU as MaxText counts it": f"{plan.maxtext_mfu:.1%}",
     }
-    return _table(f"{_title(plan)}, predicted", ("", ""), rows.items())
-
-
-def _title(plan: Plan) -> str:
     train = plan.setup.config.train
-    return "A step" if plan.share == 1 else f"The loss of {train.rows} rows of {train.length:,} tokens"
-
-
-def _between_slices(plan: Plan) -> str:
-    if plan.pod.slices == 1:
-        return ""
-    return f" {plan.pod.links.dcn:g} GB/s of a chip to other slices, {DCN_LATENCY * 1e6:g} us (assumed) an exchange;"
+    what = "A step" if plan.share == 1 else f"The loss of {train.rows} rows of {train.length:,} tokens"
+    return _table(f"{what}, predicted", ("", ""), rows.items())
 
 
 def assumptions(plan: Plan) -> str:
     """The assumptions of a prediction."""
     pod = plan.pod
     clock = f"{pod.chip.gigahertz:g} GHz{' (assumed)' if pod.chip.clock_is_assumed else ''}"
+    crossing = f" {pod.links.dcn:g} GB/s of a chip to other slices, {DCN_LATENCY * 1e6:g} us (assumed) an exchange;"
     unknown = ", ".join(f"{name} x {count}" for name, count in plan.tally.unknown.items())
     return (
         f"Predicted, not measured: compiler's cycles at {clock}; links of {pod.links.link:g} GB/s one way, "
-        f"{LATENCY * 1e6:g} us a hop;{_between_slices(plan)} every row one document; collectives overlap only what "
-        "is between their start and their end in the compiled program; no input, no host, no stragglers."
-        + (f" Not included, because unknown: {unknown}." if unknown else "")
+        f"{LATENCY * 1e6:g} us a hop;{crossing if pod.slices > 1 else ''} every row one document; "
+        "collectives overlap only what is between their start and their end in the compiled program; no "
+        "input, no host, no stragglers." + (f" Not included, because unknown: {unknown}." if unknown else "")
     )

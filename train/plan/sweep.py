@@ -140,24 +140,20 @@ def _all_parameters(decoder: DecoderConfig) -> int:
     return product_parameters(decoder) + (0 if decoder.tied_head else decoder.vocab_size * decoder.model_dim)
 
 
-def _work(setup: Setup) -> float:
-    """FLOPs of an update with recomputation: a third more for the part that the backward pass runs again."""
-    flops = update_flops(setup)
-    again = {"attention": flops.total - flops.attention, "full": flops.total}
-    return flops.total + again.get(setup.config.model.remat, 0.0) / 3
-
-
 def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod) -> float:
     """A rough time of a step: the longest of work, links and exchange between slices, plus the waits of layers.
 
-    Work runs at 60% of the peak. Over the links, parameters are gathered twice over `fsdp` and `context` and their
-    gradients scattered once, in bfloat16, and keys and values circulate around `context` three times. To k slices
-    each device sends its share of the gradients, 4 P / devices x (k - 1) / k bytes for each of
-    ``train.accumulate`` parts. With `tensor`, every layer waits for four all-reduces of its tokens' activations.
+    Work runs at 60% of the peak, with a third more for the part that the backward pass runs again. Over the links,
+    parameters are gathered twice over `fsdp` and `context` and their gradients scattered once, in bfloat16, and keys
+    and values circulate around `context` three times. To k slices each device sends its share of the gradients,
+    4 P / devices x (k - 1) / k bytes for each of ``train.accumulate`` parts. With `tensor`, every layer waits for four
+    all-reduces of its tokens' activations.
     """
     decoder, parts = setup.decoder, setup.config.train.accumulate
     tokens = _tokens(setup.config.train, axes) * parts
-    work = _work(setup) / (0.6 * pod.chips * pod.peak_flops)
+    flops = update_flops(setup)
+    again = {"attention": flops.total - flops.attention, "full": flops.total}.get(setup.config.model.remat, 0.0)
+    work = (flops.total + again / 3) / (0.6 * pod.chips * pod.peak_flops)
     link = 2e9 * pod.links.link
     per_layer = 2 * tokens * decoder.num_layers / link
     gathered = 6 * _all_parameters(decoder) / axes["tensor"] * parts / link
@@ -172,12 +168,9 @@ def _table(results: list[tuple[Candidate, Plan | str]], pod: Pod, count: int) ->
     title = f"{len(results)} of {count} ways to run it on {pod.name}, predicted"
     table = Table("mesh, remat, context", "HBM GiB", "step s", "MFU", "tokens/s/chip", title=title)
     for one, found in results:
+        numbers = ["", "", "", found]
         if isinstance(found, Plan):
-            numbers = (found.memory.total / GIB, found.seconds, found.mfu, found.tokens_per_second)
-            table.add_row(one.name, *(text.format(number) for text, number in zip(_FORMATS, numbers, strict=True)))
-        else:
-            table.add_row(one.name, "", "", "", found)
+            size, tokens = f"{found.memory.total / GIB:,.1f}", f"{found.tokens_per_second:,.0f}"
+            numbers = [size, f"{found.seconds:.4g}", f"{found.mfu:.1%}", tokens]
+        table.add_row(one.name, *numbers)
     return table
-
-
-_FORMATS = ("{:,.1f}", "{:.4g}", "{:.1%}", "{:,.0f}")
