@@ -20,7 +20,7 @@ from train.data.pipeline import held_out_sample
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
-from train.evaluate.mesh import mesh_for, on
+from train.evaluate.mesh import mesh_for, use_mesh
 from train.evaluate.perplexity import Perplexity, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
@@ -131,7 +131,7 @@ def measure_runs(
         found = [
             _Restored(n, run, *each) for n, (run, each) in enumerate(zip(runs, restored[entry.stage], strict=True))
         ]
-        with on(mesh):
+        with use_mesh(mesh):
             for number, row in _rows(found, held_out, entry, mesh):
                 rows[number].append(row)
                 log(_in_words(row))
