@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from train.config import Config, DataConfig, TrainConfig
-from train.data.corpus import Corpus, digest_of, shard_names
-from train.data.index import Index
+from train.data import pipeline
+from train.data.corpus import Corpus, HeldOutText, digest_of, piece_file
+from train.data.index import Index, documents_of
 from train.data.packing import PackedRows, pack_corpora
-from train.data.pipeline import held_out_documents, training_rows
+from train.data.sources import Log, silent
 from train.data.storage import MemoryFolder
-from train.data.tokenizer import PADDING, ByteTokenizer
+from train.data.tokenizer import PADDING, ByteTokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 BOS, EOS, MASK = BYTES.bos, BYTES.eos, BYTES.mask
@@ -20,6 +21,21 @@ BOS, EOS, MASK = BYTES.bos, BYTES.eos, BYTES.mask
 def encode(text: bytes) -> np.ndarray:
     """The tokens of one document: BOS, its bytes, EOS."""
     return BYTES.encode_all([text])[0]
+
+
+def training_rows(config: Config, log: Log = silent) -> PackedRows:
+    """The rows that a config trains on."""
+    return pipeline.training_rows(config, load_tokenizer(config.data), log)
+
+
+def held_out_sample(config: Config) -> HeldOutText:
+    """The text that a config holds out."""
+    return pipeline.held_out_sample(config, load_tokenizer(config.data))
+
+
+def held_out_documents(config: Config) -> list[np.ndarray]:
+    """The tokens of every document that a config holds out."""
+    return held_out_sample(config).documents()
 
 
 def split(data: DataConfig) -> tuple[list[bytes], list[bytes]]:
@@ -35,11 +51,11 @@ def collect(documents: Sequence[np.ndarray]) -> Corpus:
     """A corpus, in memory, of documents that are already encoded."""
     sizes = np.array([len(document) for document in documents], np.int64)
     tokens = np.concatenate(documents)
-    content, folder, names = tokens.tobytes(), MemoryFolder(), shard_names([1])
-    folder.write(names[0], content)
-    index = Index(sizes, np.zeros(len(sizes), np.uint64))
+    content, folder = tokens.tobytes(), MemoryFolder()
+    folder.write(piece_file(0, "tokens"), [content])
+    index = Index(documents_of(sizes))
     digest = digest_of([hashlib.sha256(content).hexdigest()], index)
-    return Corpus(folder, tokens.dtype, names, np.zeros(1, np.int64), index, digest, {}, 0)
+    return Corpus(folder, tokens.dtype, np.zeros(1, np.int64), index, digest, {}, 0)
 
 
 def pack(documents: Sequence[np.ndarray], length: int, packing: str = "concatenate") -> PackedRows:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import load
-from train.config.sections import about_sections, keys_beside_sections
+from train.config.config import about_sections, keys_beside_sections
 from train.config.settings.checks import nearest
 from train.runtime.lines import in_lines
 from train.runtime.paths import is_store_error
@@ -54,9 +54,9 @@ def _tell(config: Any, result: Any) -> None:
 def tokenize(path: str, overrides: Sequence[str], job: int | None, jobs: int | None, workers: int | None) -> None:
     """build, or resume building, the cache of tokens that fit reads, on all cores and several hosts or jobs"""
     config = load(path, overrides)
-    from train.data.tokenize import job_of, named_job, tokenize
+    from train.data.tokenize import tokenize
 
-    tokenize(config, print, job_of() if job is None and jobs is None else named_job(job, jobs), workers)
+    tokenize(config, print, job, jobs, workers)
 
 
 def compare(path: str, overrides: Sequence[str]) -> None:
@@ -192,7 +192,7 @@ def plan(
 
         compare_steps(config, topology, slices, **steps, flags=flags, sweep=sweep, evaluate=evaluate)
         return
-    from train.plan.command import plan
+    from train.plan.report import plan
 
     plan(config, topology, slices, sweep, flags, evaluate)
 
@@ -280,9 +280,9 @@ _ARGUMENTS = {
         "--job": {
             "type": int,
             "metavar": "N",
-            "help": "the number of this job, from 0 (read from the environment)",
+            "help": "the number of this job, from 0",
         },
-        "--jobs": {"type": int, "metavar": "N", "help": "how many jobs share the files (read from the environment)"},
+        "--jobs": {"type": int, "metavar": "N", "help": "how many jobs share the files"},
         "--workers": {"type": int, "metavar": "N", "help": "processes of this job (one per core)"},
     },
 }

@@ -19,7 +19,7 @@ from object_store import of_the_store
 
 from train import cli
 from train.config import Config
-from train.config.sections import about_sections, keys_beside_sections
+from train.config.config import about_sections, keys_beside_sections
 
 CHECKOUT = Path(cli.__file__).parents[1]
 CONFIG = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +15,8 @@ from train.config.settings.compare import CompareConfig
 from train.config.settings.data import DataConfig
 from train.config.settings.evaluate import EvaluateConfig
 from train.config.settings.model import InitConfig, ModelConfig, SchemeConfig, StageConfig
-from train.config.settings.monitor import MonitorConfig
-from train.config.settings.train import TrainConfig
-from train.config.typed import changed, plain, scheme
+from train.config.settings.train import MonitorConfig, TrainConfig
+from train.config.typed import changed, scheme, to_dict
 from train.runtime.paths import check_output, path
 
 
@@ -133,7 +134,7 @@ def _next_stage(before: Config, stage: StageConfig) -> Config:
     """The config of a stage: that of the stage before, with its changes."""
     entry = before.scheme if stage.scheme is None else stage.scheme
     if stage.extend:
-        entry = scheme({**plain(entry), **stage.extend}, "scheme")
+        entry = scheme({**to_dict(entry), **stage.extend}, "scheme")
     train, data = changed(before.train, stage.train, "train"), _next_data(before.data, stage.data)
     return dataclasses.replace(before, stages=(), scheme=entry, train=train, data=data)
 
@@ -146,3 +147,23 @@ def _next_data(before: DataConfig, changes: Mapping[str, Any]) -> DataConfig:
         old, new = getattr(before, key), getattr(after, key)
         check(old == new, f"data.{key}: the model has that of the stage before, {old!r}, found {new!r}; leave it out")
     return after
+
+
+def about_sections() -> dict[str, str]:
+    """The sections of a config by name, each with the first line of its dataclass's docstring as plain text."""
+    kinds = {name: _kind(hint) for name, hint in typing.get_type_hints(Config).items()}
+    return {name: _first_line(kind) for name, kind in kinds.items() if dataclasses.is_dataclass(kind)}
+
+
+def keys_beside_sections() -> list[str]:
+    """The keys of a config that are not sections."""
+    return [field.name for field in dataclasses.fields(Config) if field.name not in about_sections()]
+
+
+def _kind(hint: Any) -> Any:
+    """The type of a key; for a list the type of its items."""
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+
+
+def _first_line(kind: type) -> str:
+    return inspect.getdoc(kind).partition("\n")[0].replace("`", "")

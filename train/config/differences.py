@@ -5,10 +5,9 @@ from typing import Any
 
 from train.config.config import Config
 from train.config.settings.model import own_tokenizer
-from train.config.typed import plain
+from train.config.typed import to_dict
 
-# Keys that may change between the start of a run and its resumption without changing any number of the training.
-_FREE_SECTIONS = (
+_FREE = (
     "name",
     "output",
     "imports",
@@ -18,11 +17,9 @@ _FREE_SECTIONS = (
     "monitor",
     "evaluate",
     "compare",
-)
-# How a model computes, not what: results are equal up to rounding, and another mesh may need other values.
-_FREE_MODEL = ("model.remat", "model.scan_layers")
-_FREE_SCHEME = ("scheme.label", "scheme.extend", "scheme.stage")
-_FREE_TRAIN = (
+    "scheme.label",
+    "scheme.extend",
+    "scheme.stage",
     "train.mesh",
     "train.context",
     "train.loss_chunks",
@@ -31,7 +28,12 @@ _FREE_TRAIN = (
     "train.local_every",
     "train.local_folder",
     "train.log_every",
+    # How a model computes, not what: results are equal up to rounding, and another mesh may need other values.
+    "model.remat",
+    "model.scan_layers",
 )
+"""Keys and sections that may change between the start of a run and its resumption without changing any number of the
+training."""
 
 
 def differences(saved: Config, found: Config) -> list[str]:
@@ -45,11 +47,11 @@ def differences(saved: Config, found: Config) -> list[str]:
 
 def _decisive(config: Config) -> dict[str, Any]:
     """Every key with its value; keys of the stages with inherited values filled in."""
-    values = _flatten({**plain(config), "stages": len(config.stages)})
+    values = _flatten({**to_dict(config), "stages": len(config.stages)})
     if config.init.path and config.data.tokenizer == own_tokenizer(config.init.path):
         values["data.tokenizer"] = "that of the model under init"  # wherever that is by now
     for number, each in enumerate(config.every_stage if config.stages else ()):
-        stage = plain(each)
+        stage = to_dict(each)
         del stage["data"]["tokenizer"]  # that of the config
         own = _flatten({name: stage[name] for name in ("train", "data", "scheme")})
         values |= {f"stages[{number}].{key}": value for key, value in own.items() if not _is_free(key)}
@@ -57,9 +59,7 @@ def _decisive(config: Config) -> dict[str, Any]:
 
 
 def _is_free(key: str) -> bool:
-    return any(
-        key == free or key.startswith(free + ".") for free in _FREE_SECTIONS + _FREE_MODEL + _FREE_SCHEME + _FREE_TRAIN
-    )
+    return any(f"{key}.".startswith(f"{free}.") for free in _FREE)
 
 
 def _flatten(values: Any, path: str = "") -> dict[str, Any]:

@@ -15,7 +15,7 @@ import yaml
 
 from train.config.config import Config
 from train.config.settings.checks import check
-from train.config.typed import plain, section
+from train.config.typed import section, to_dict
 from train.runtime.paths import path
 
 
@@ -84,11 +84,6 @@ def _import(name: str) -> None:
         line = traceback.extract_tb(error.__traceback__)[-1]
         why = f"{type(error).__name__}: {error}, in {line.filename}, line {line.lineno}"
         raise ValueError(f"imports: {name!r} cannot be imported: {why}") from error
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """The plain mapping of a config: ``parse(to_dict(config)) == config``, with every default spelled out."""
-    return plain(config)
 
 
 def dump(config: Config) -> str:

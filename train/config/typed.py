@@ -26,7 +26,7 @@ def section(values: Any, kind: type[Section], path: str) -> Section:
 
 def changed(values: Section, changes: Mapping[str, Any], path: str) -> Section:
     """A section with some keys changed, also keys of the sections inside it."""
-    merged = plain(values)
+    merged = to_dict(values)
     for key, change in changes.items():
         sections = isinstance(change, Mapping) and dataclasses.is_dataclass(getattr(values, key, None))
         merged[key] = {**merged[key], **change} if sections else change
@@ -86,17 +86,17 @@ def _scalar(value: Any, kind: type, path: str) -> Any:
     return kind(value)
 
 
-def plain(value: Any) -> Any:
+def to_dict(value: Any) -> Any:
     """The plain value of a section or a whole config, with every default spelled out: what `section` reads."""
     if isinstance(value, SchemeConfig):
-        extend = {"extend": plain(value.extend)} if value.extend else {}
+        extend = {"extend": to_dict(value.extend)} if value.extend else {}
         extend |= {"stage": value.stage} if value.stage else {}
-        extend |= {"train": plain(value.train)} if value.train else {}
-        return {"name": value.name, "label": value.label, **extend, **plain(value.options)}
+        extend |= {"train": to_dict(value.train)} if value.train else {}
+        return {"name": value.name, "label": value.label, **extend, **to_dict(value.options)}
     if isinstance(value, StageConfig):
-        return {key: found for key, item in vars(value).items() if (found := plain(item))}
+        return {key: found for key, item in vars(value).items() if (found := to_dict(item))}
     if dataclasses.is_dataclass(value):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: to_dict(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: to_dict(item) for key, item in value.items()}
+    return [to_dict(item) for item in value] if isinstance(value, list | tuple) else value

@@ -5,19 +5,17 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 
 from train.config import Config
-from train.data.building import build_piece, finish, missing, pieces_of
+from train.data.building import Text, build_piece, finish, missing, pieces_of
 from train.data.corpus import INDEX, Corpus, open_corpus
-from train.data.left_out import report
-from train.data.sources import Log, SourceFile, list_files, silent
+from train.data.sources import Log, SourceFile, list_files, report, silent
 from train.data.storage import Folder, LocalFolder, MemoryFolder, folder_at, is_url
-from train.data.tokenizer import Tokenizer, token_type
+from train.data.tokenizer import Tokenizer
 
-_FORMAT = 3  # version of the format of the folders
+_FORMAT = 4  # version of the format of the folders
 _SMALL_BYTES = 2**26  # total size of files; up to this size bytes are encoded again at each start and not cached
 TOKENS = "tokens"  # the folder of caches in ``config.output``
 _POLL_SECONDS = 2.0
@@ -39,64 +37,40 @@ def open_corpora(config: Config, tokenizer: Tokenizer, log: Log) -> list[Corpus]
     """
     import jax
 
-    shared = is_url(cache_of(config)) and jax.process_count() > 1
+    shared = is_url(_path(config, "")) and jax.process_count() > 1
     if shared and jax.process_index():
         keys = _from_first(["" for _ in config.data.parts])
-        corpora = [_wait(folder_at(_join(cache_of(config), key))) for key in keys]
+        corpora = [_wait(folder_at(_path(config, key))) for key in keys]
     else:
-        texts = cached_texts(config, tokenizer)
+        texts = texts_of(config, tokenizer)
         if shared:
-            _from_first([text.key for text in texts])
+            _from_first([text.path.rpartition("/")[2] for text in texts])
         forgotten = is_forgotten(config, texts, tokenizer) and not shared
         corpora = [
-            _open_or_build(text, MemoryFolder() if forgotten else text.folder(), tokenizer, log) for text in texts
+            _open_or_build(text, MemoryFolder() if forgotten else folder_at(text.path), tokenizer, log)
+            for text in texts
         ]
     for corpus in corpora:
         report(corpus.left_out, corpus.files, config.data.bad_records, log)
     return corpora
 
 
-class CachedText(NamedTuple):
-    """A part of the mixture, and the folder of its tokens: `key` in `cache`. They do not depend on `bad_records`."""
-
-    files: Sequence[SourceFile]
-    text_key: str
-    bad_records: float
-    cache: str
-    key: str
-
-    @property
-    def path(self) -> str:
-        """The folder's path or URL."""
-        return _join(self.cache, self.key)
-
-    def folder(self) -> Folder:
-        """The folder; created if it is on disk."""
-        return folder_at(self.path)
-
-
-def cache_of(config: Config) -> str:
-    """The folder or URL of all caches of a config."""
-    return config.data.cache or f"{config.output}/{TOKENS}"
-
-
-def cached_texts(config: Config, tokenizer: Tokenizer) -> list[CachedText]:
+def texts_of(config: Config, tokenizer: Tokenizer) -> list[Text]:
     """Where the tokens of every part of the mixture are, or will be; this lists the files."""
     return [
-        CachedText(
-            files, part.text_key, config.data.bad_records, cache_of(config), _key(files, part.text_key, tokenizer)
-        )
+        Text(files, part.text_key, config.data.bad_records, _path(config, _key(files, part.text_key, tokenizer)))
         for files, part in zip(list_files(config.data), config.data.parts, strict=True)
     ]
 
 
-def is_forgotten(config: Config, texts: Sequence[CachedText], tokenizer: Tokenizer) -> bool:
+def is_forgotten(config: Config, texts: Sequence[Text], tokenizer: Tokenizer) -> bool:
     """Whether a single process reads the bytes again at each start instead of caching them."""
     size = sum(file.size for text in texts for file in text.files)
     return not config.data.cache and tokenizer.identity == "bytes" and size <= _SMALL_BYTES
 
 
-def _join(cache: str, key: str) -> str:
+def _path(config: Config, key: str) -> str:
+    cache = config.data.cache or f"{config.output}/{TOKENS}"
     return f"{cache.rstrip('/')}/{key}"
 
 
@@ -119,25 +93,23 @@ def _wait(folder: Folder) -> Corpus:
     return corpus
 
 
-def _open_or_build(text: CachedText, folder: Folder, tokenizer: Tokenizer, log: Log) -> Corpus:
-    corpus = open_corpus(folder)
-    if corpus is not None:
+def _open_or_build(text: Text, folder: Folder, tokenizer: Tokenizer, log: Log) -> Corpus:
+    if corpus := open_corpus(folder):
         return corpus
     with _lock(folder):
         if folder.read(INDEX) is None:  # nobody built it while this process waited for the lock
-            log = silent if isinstance(folder, MemoryFolder) else log
-            _build(text, folder, tokenizer, log)
+            _build(text, folder, tokenizer, silent if isinstance(folder, MemoryFolder) else log)
         return open_corpus(folder)
 
 
-def _build(text: CachedText, folder: Folder, tokenizer: Tokenizer, log: Log) -> None:
-    pieces = pieces_of(text.files)
-    left = missing(folder, pieces)
+def _build(text: Text, folder: Folder, tokenizer: Tokenizer, log: Log) -> None:
+    left = missing(folder, pieces_of(text))
     if left:
         log(f"data: tokenising {sum(len(piece.files) for piece in left)} files into {folder}, once")
-    for piece in left:
-        build_piece(piece, text.text_key, text.bad_records, tokenizer, folder, log)
-    finish(folder, text.files, token_type(tokenizer.vocabulary_size))
+    for done, piece in enumerate(left, start=1):
+        build_piece(piece, tokenizer, folder)
+        log(f"data: {done} of {len(left)} pieces are done")
+    finish(folder, text, tokenizer)
 
 
 @contextmanager

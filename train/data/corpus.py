@@ -1,7 +1,6 @@
-"""Encoded documents in shards: their index, and the tokens of any document."""
+"""Encoded documents in pieces: their index, and the tokens of any document."""
 
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,25 +9,24 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from train.data.index import Filter, Index
-from train.data.left_out import LeftOut
+from train.data.index import DOCUMENT, Index, documents_of
+from train.data.sources import LeftOut
 from train.data.storage import Folder, Span
 
-INDEX, SIZES, HASHES = "index.npz", "documents.sizes", "documents.hashes"
-"""Three files of a folder: its contents, written last; and the size and the hash of every document."""
+INDEX, DOCUMENTS = "index.json", "documents"
+"""Two files of a folder: its contents, written last; and size and hash of every document."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Encoded documents; not even their sizes are in memory. Offsets count tokens through all shards.
+    """Encoded documents; not even their sizes are in memory. Offsets count tokens through all pieces.
 
     `files` counts all files, omitted ones too.
     """
 
     folder: Folder
     kind: np.dtype
-    shards: Sequence[str]
-    shard_starts: Int64[np.ndarray, "shards"]
+    piece_starts: Int64[np.ndarray, "pieces"]
     index: Index
     digest: str
     left_out: LeftOut
@@ -39,17 +37,17 @@ class Corpus:
         """How many tokens the documents have."""
         return self.index.tokens
 
-    def select(self, keeps: Filter) -> "Corpus":
-        """The corpus with another choice of its documents."""
-        index = self.index.select(keeps)
+    def select(self, least: int, stop: int) -> "Corpus":
+        """The corpus with another choice of its documents; see `Index`."""
+        index = replace(self.index, least=least, stop=stop)
         return replace(self, index=index, digest=digest_of([self.digest], index))
 
     def read(self, starts: Int64[np.ndarray, "runs"], sizes: Int64[np.ndarray, "runs"]) -> list[np.ndarray]:
         """Runs of tokens, each within one document, by offset and size."""
-        shards = np.searchsorted(self.shard_starts, starts, side="right") - 1
-        first = (starts - self.shard_starts[shards]) * self.kind.itemsize
+        pieces = np.searchsorted(self.piece_starts, starts, side="right") - 1
+        first = (starts - self.piece_starts[pieces]) * self.kind.itemsize
         stop = first + sizes * self.kind.itemsize
-        names = [self.shards[shard] for shard in shards.tolist()]
+        names = [piece_file(piece, "tokens") for piece in pieces.tolist()]
         spans = list(map(Span, names, first.tolist(), stop.tolist()))
         return [np.frombuffer(content, self.kind) for content in self.folder.spans(spans)]
 
@@ -73,7 +71,7 @@ class HeldOutText:
 
     def read(self, starts: Int64[np.ndarray, "runs"], sizes: Int64[np.ndarray, "runs"]) -> list[np.ndarray]:
         """Runs of tokens, each within one document, by offset and size."""
-        begins = np.cumsum(self.index.sizes) - self.index.sizes
+        begins = self._begins()
         documents = np.searchsorted(begins, starts, side="right") - 1
         offsets, owners = self.offsets[documents] + starts - begins[documents], self.owners[documents]
         found: list[Any] = [None] * len(starts)
@@ -85,22 +83,19 @@ class HeldOutText:
 
     def documents(self) -> list[np.ndarray]:
         """All documents, in order."""
-        sizes = np.asarray(self.index.sizes)
-        return self.read(np.cumsum(sizes) - sizes, sizes)
+        return self.read(self._begins(), self.index.documents["size"])
+
+    def _begins(self) -> Int64[np.ndarray, "documents"]:
+        sizes = self.index.documents["size"]
+        return np.cumsum(sizes) - sizes
 
 
-def sample(corpora: Sequence[Corpus], filters: Sequence[Filter]) -> HeldOutText:
+def join(corpora: Sequence[Corpus]) -> HeldOutText:
     """The chosen documents of each corpus."""
-    owners, offsets, sizes = [], [], []
-    for owner, (corpus, keeps) in enumerate(zip(corpora, filters, strict=True)):
-        for run in corpus.index.select(keeps).runs():
-            owners.append(np.full(len(run.sizes), owner))
-            offsets.append(run.starts)
-            sizes.append(run.sizes)
-    sizes = np.concatenate(sizes)
-    return HeldOutText(
-        corpora, np.concatenate(owners), np.concatenate(offsets), Index(sizes, np.zeros(len(sizes), np.uint64))
-    )
+    found = [(owner, run) for owner, corpus in enumerate(corpora) for run in corpus.index.runs()]
+    owners = np.concatenate([np.full(len(run.sizes), owner) for owner, run in found])
+    offsets, sizes = (np.concatenate([run[column] for _, run in found]) for column in (0, 1))
+    return HeldOutText(corpora, owners, offsets, Index(documents_of(sizes)))
 
 
 def open_corpus(folder: Folder) -> Corpus | None:
@@ -108,20 +103,17 @@ def open_corpus(folder: Folder) -> Corpus | None:
     content = folder.read(INDEX)
     if content is None:
         return None
-    arrays = load_arrays(content)
-    about = json.loads(str(arrays["about"]))
-    kind, documents = np.dtype(about["kind"]), about["documents"]
-    left_out = LeftOut.load(about["left_out"])
-    sizes = arrays["shard_sizes"]
-    names = shard_names(arrays["shards"].tolist())
-    wanted = dict(zip(names, (sizes * kind.itemsize).tolist(), strict=True))
-    wanted |= dict.fromkeys((SIZES, HASHES), 8 * documents)
+    about = json.loads(content)
+    kind, tokens = np.dtype(about["kind"]), np.array(about["tokens"], np.int64)
+    wanted = {piece_file(piece, "tokens"): count * kind.itemsize for piece, count in enumerate(about["tokens"])}
+    wanted[DOCUMENTS] = DOCUMENT.itemsize * about["documents"]
     found = folder.sizes()
     for name, size in wanted.items():
         if found.get(name) != size:
             raise damaged(folder, name)
-    starts, index = np.cumsum(sizes) - sizes, read_index(folder)
-    return Corpus(folder, kind, names, starts, index, about["digest"], left_out, about["files"])
+    left_out = LeftOut(**about["left_out"])
+    starts = np.cumsum(tokens) - tokens
+    return Corpus(folder, kind, starts, read_index(folder), about["digest"], left_out, about["files"])
 
 
 def damaged(folder: Folder, name: str) -> ValueError:
@@ -131,17 +123,12 @@ def damaged(folder: Folder, name: str) -> ValueError:
 
 def read_index(folder: Folder) -> Index:
     """The documents of a folder."""
-    return Index(folder.map(SIZES, np.dtype(np.int64)), folder.map(HASHES, np.dtype(np.uint64)))
+    return Index(folder.map(DOCUMENTS, DOCUMENT))
 
 
-def shard_names(counts: Iterable[int]) -> list[str]:
-    """The files of tokens of all pieces, from the number of shards of each piece."""
-    return [tokens_name(piece, shard) for piece, count in enumerate(counts) for shard in range(count)]
-
-
-def tokens_name(piece: int, shard: int) -> str:
-    """The file with the tokens of a shard."""
-    return f"shard-{piece:06}-{shard:06}.tokens"
+def piece_file(piece: int, ending: str) -> str:
+    """The name of a file of a piece: its ``tokens``, its ``documents``, or the ``json`` that marks it as complete."""
+    return f"piece-{piece:06}.{ending}"
 
 
 def digest_of(before: Iterable[str], index: Index) -> str:
@@ -150,20 +137,6 @@ def digest_of(before: Iterable[str], index: Index) -> str:
     for text in before:
         found.update(text.encode())
     for run in index.runs():
-        found.update(run.starts.data)
-    for run in index.runs():
-        found.update(run.sizes.data)
+        found.update(run.starts.tobytes())
+        found.update(run.sizes.tobytes())
     return found.hexdigest()[:16]
-
-
-def dump_arrays(**arrays: Any) -> bytes:
-    """Arrays and texts as the bytes of an .npz file."""
-    content = io.BytesIO()
-    np.savez(content, **arrays)
-    return content.getvalue()
-
-
-def load_arrays(content: bytes) -> dict[str, np.ndarray]:
-    """The arrays and texts that `dump_arrays` was given."""
-    with np.load(io.BytesIO(content)) as arrays:
-        return dict(arrays)

@@ -4,7 +4,7 @@ Memory holds only two numbers for each block of documents; documents of a block 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,17 +12,20 @@ import numpy as np
 from jaxtyping import Bool, Int64, UInt64
 
 BLOCK = 512  # documents
-GONE = np.uint64(2**64 - 1)
-"""The hash of documents of damaged files, which are never read; no name has this hash."""
 _RUN = 2**7  # blocks read at a time
 
-Filter = Callable[[Int64[np.ndarray, "n"], UInt64[np.ndarray, "n"]], Bool[np.ndarray, "n"]]
-"""A function that chooses documents, by their numbers and hashes."""
+DOCUMENT = np.dtype([("size", np.int64), ("hash", np.uint64)])
+"""What is known of a document: how many tokens it has, and the hash of its name."""
+
+GONE = np.uint64(2**64 - 1)
+"""The hash of documents of damaged files, which are never read; no name has this hash."""
 
 
-def readable(_: Int64[np.ndarray, "n"], hashes: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
-    """All documents except those of damaged files."""
-    return hashes != GONE
+def documents_of(sizes: Int64[np.ndarray, "documents"]) -> np.ndarray:
+    """Documents of these sizes, of type `DOCUMENT`; every hash is 0."""
+    found = np.zeros(len(sizes), DOCUMENT)
+    found["size"] = sizes
+    return found
 
 
 class Documents(NamedTuple):
@@ -38,16 +41,13 @@ class Documents(NamedTuple):
 class Index:
     """Documents by number, in the order of their tokens in the corpus; at least one.
 
-    `sizes` and `hashes` have an entry for every document; `keeps` chooses some of them.
+    `documents` are all of them, of type `DOCUMENT`. Chosen are those with a hash from `least` up to below `stop`; by
+    default all but those of damaged files.
     """
 
-    sizes: Int64[np.ndarray, "documents"]
-    hashes: UInt64[np.ndarray, "documents"]
-    keeps: Filter = readable
-
-    def select(self, keeps: Filter) -> "Index":
-        """The same documents, chosen by another `keeps`."""
-        return replace(self, keeps=keeps)
+    documents: np.ndarray
+    least: int = 0
+    stop: int = int(GONE)
 
     @property
     def tokens(self) -> int:
@@ -57,12 +57,12 @@ class Index:
     @cached_property
     def stream(self) -> Int64[np.ndarray, "blocks+1"]:
         """How many chosen tokens come before each block, and before the end."""
-        return self._before(lambda part: np.where(self._chosen(part), self.sizes[part], 0))
+        return self._before(lambda part: np.where(self._chosen(part["hash"]), part["size"], 0))
 
     @cached_property
     def _offsets(self) -> Int64[np.ndarray, "blocks+1"]:
         """How many tokens, chosen or not, come before each block, and before the end."""
-        return self._before(lambda part: self.sizes[part])
+        return self._before(lambda part: part["size"])
 
     def runs(self) -> Iterator[Documents]:
         """All chosen documents, some ten thousand at a time."""
@@ -70,32 +70,26 @@ class Index:
         for first in range(0, blocks, _RUN):
             yield self.load(np.arange(first, min(first + _RUN, blocks)))
 
-    def columns(self) -> Iterator[tuple[UInt64[np.ndarray, "n"], Int64[np.ndarray, "n"]]]:
-        """Hashes and sizes of all documents, chosen or not, some ten thousand at a time."""
-        for part in self._parts():
-            yield self.hashes[part], self.sizes[part]
-
     def load(self, blocks: Int64[np.ndarray, "blocks"]) -> Documents:
         """The chosen documents of these blocks, which must be in ascending order."""
-        counts = np.minimum(BLOCK, len(self.sizes) - blocks * BLOCK)
-        numbers = ranges(blocks * BLOCK, counts)
-        sizes = np.asarray(self.sizes[numbers])
-        chosen = self.keeps(numbers, self.hashes[numbers])
+        counts = np.minimum(BLOCK, len(self.documents) - blocks * BLOCK)
+        found = np.asarray(self.documents)[ranges(blocks * BLOCK, counts)]
+        sizes, chosen = found["size"], self._chosen(found["hash"])
         chosen_sizes = np.where(chosen, sizes, 0)
         starts = _running(sizes, counts, self._offsets[blocks])
         ends = _running(chosen_sizes, counts, self.stream[blocks]) + chosen_sizes
         return Documents(starts[chosen], sizes[chosen], ends[chosen])
 
-    def _parts(self) -> Iterator[slice]:
-        """The numbers of all documents, run by run."""
+    def parts(self) -> Iterator[np.ndarray]:
+        """All documents, chosen or not, some ten thousand at a time."""
         size = BLOCK * _RUN
-        return (slice(first, min(first + size, len(self.sizes))) for first in range(0, len(self.sizes), size))
+        return (self.documents[first : first + size] for first in range(0, len(self.documents), size))
 
-    def _chosen(self, part: slice) -> Bool[np.ndarray, "n"]:
-        return self.keeps(np.arange(part.start, part.stop), self.hashes[part])
+    def _chosen(self, hashes: UInt64[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
+        return (hashes >= np.uint64(self.least)) & (hashes < np.uint64(self.stop))
 
-    def _before(self, of: Callable[[slice], Int64[np.ndarray, "n"]]) -> Int64[np.ndarray, "blocks+1"]:
-        sums = [np.add.reduceat(of(part), np.arange(0, part.stop - part.start, BLOCK)) for part in self._parts()]
+    def _before(self, of: Callable[[np.ndarray], Int64[np.ndarray, "n"]]) -> Int64[np.ndarray, "blocks+1"]:
+        sums = [np.add.reduceat(of(part), np.arange(0, len(part), BLOCK)) for part in self.parts()]
         return np.cumsum(np.concatenate([[0], *sums]), dtype=np.int64)
 
 

@@ -1,6 +1,7 @@
 """Documents packed into rows of one length, concatenated or best-fit, and any rows of them by number."""
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -156,47 +157,29 @@ def _rows_by_best_fit(sizes: Int64[np.ndarray, "pieces"], length: int) -> Int64[
     A row that takes a piece of size s remains the row with the least room for the next such piece, as long as it fits.
     So a row takes floor(room / s) pieces of a size at once.
     """
-    found = np.empty(len(sizes), np.int64)
-    rooms = _Rooms(length)
-    negative, first, counts = np.unique(-sizes, return_index=True, return_counts=True)
-    for size, index, count in zip((-negative).tolist(), first.tolist(), counts.tolist(), strict=True):
-        stop = index + count
+    found, count = np.empty(len(sizes), np.int64), 0
+    rooms: list[int] = []  # that some rows have left, ascending
+    rows: dict[int, list[int]] = defaultdict(list)  # by the room they have left
+    negative, firsts, counts = np.unique(-sizes, return_index=True, return_counts=True)
+    for size, index, pieces in zip((-negative).tolist(), firsts.tolist(), counts.tolist(), strict=True):
+        stop = index + pieces
         while index < stop:
-            row, room = rooms.take(size)
+            least = bisect_left(rooms, size)
+            if least == len(rooms):
+                row, room, count = count, length, count + 1
+            else:
+                room = rooms[least]
+                row = rows[room].pop()
+                if not rows[room]:
+                    del rooms[least]
             taken = min(room // size, stop - index)
             found[index : index + taken] = row
-            rooms.give(row, room - taken * size)
-            index += taken
+            index, room = index + taken, room - taken * size
+            if room and not rows[room]:
+                insort(rooms, room)
+            if room:
+                rows[room].append(row)
     return found
-
-
-class _Rooms:
-    """Rows by the room they have left."""
-
-    def __init__(self, length: int):
-        self._length, self._count = length, 0
-        self._sizes: list[int] = []  # the amounts of room that rows have, ascending
-        self._rows: dict[int, list[int]] = {}  # the rows with each amount of room
-
-    def take(self, size: int) -> tuple[int, int]:
-        """The row with the least room that holds `size`, or a new one, and its room."""
-        index = bisect_left(self._sizes, size)
-        if index == len(self._sizes):
-            self._count += 1
-            return self._count - 1, self._length
-        room = self._sizes[index]
-        row = self._rows[room].pop()
-        if not self._rows[room]:
-            del self._sizes[index], self._rows[room]
-        return row, room
-
-    def give(self, row: int, room: int) -> None:
-        """Puts a row back, unless it is full."""
-        if room and room not in self._rows:
-            insort(self._sizes, room)
-            self._rows[room] = []
-        if room:
-            self._rows[room].append(row)
 
 
 Packing = Concatenated | BestFit

@@ -1,18 +1,18 @@
 """The texts in a file of each format, one after the other, however large the file is."""
 
 import codecs
-import gzip
 import json
 import reprlib
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from posjax._checks import IS_POINTER, POINTER
-from train.config.settings.checks import nearest
+from train.config.settings.checks import check, nearest
 from train.data.storage import is_url, open_url, optional
 from train.runtime.lines import in_a_line
 
@@ -61,14 +61,9 @@ def texts(path: str, text_key: str) -> Iterator[Record]:
         raise CorruptFile("a link that leads nowhere") from None
 
 
-def is_readable(path: str) -> bool:
-    """Whether the name has the ending of a known format."""
-    return _format(path) in _READERS
-
-
-def known_formats() -> str:
-    """The formats that `texts` can read, in words."""
-    return ", ".join([*_READERS, "folders of Hugging Face datasets"])
+def check_readable(path: str) -> None:
+    """Raises ValueError unless the name has the ending of a known format."""
+    check(_format(path) in _READERS, f"data.paths: {path} has no known format (known: {', '.join(_READERS)})")
 
 
 def _format(path: str) -> str:
@@ -105,28 +100,13 @@ def _refuse_pointer(head: bytes) -> None:
 
 
 def _unpacked(file: BinaryIO, path: str) -> Iterator[bytes]:
-    if path.endswith(".zst"):
-        yield from _unpacked_zst(file)
+    ending = PurePosixPath(path).suffix
+    if ending not in _COMPRESSED:
+        yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
         return
-    source: Any = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
-    with _damage(EOFError, zlib.error, gzip.BadGzipFile):
-        while chunk := source.read(_CHUNK_BYTES):
-            yield chunk
-
-
-def _unpacked_zst(file: BinaryIO) -> Iterator[bytes]:
-    """Decompresses frame after frame; the library's own stream reader does not notice a truncated file."""
-    zstandard = optional("zstandard", "reading .zst")
-    inside = None
-    with _damage(zstandard.ZstdError):
-        while packed := file.read(_CHUNK_BYTES):
-            while packed:
-                inside = inside or zstandard.ZstdDecompressor().decompressobj()
-                yield inside.decompress(packed)
-                packed = inside.unused_data if inside.eof else b""
-                inside = None if inside.eof else inside
-    if inside is not None:
-        raise CorruptFile("the file ends inside a compressed frame")
+    with _arrow_damage(f"reading {ending}") as arrow:
+        source = arrow.CompressedInputStream(arrow.PythonFile(file, "r"), _COMPRESSED[ending])
+        yield from iter(lambda: source.read(_CHUNK_BYTES), b"")
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -176,37 +156,19 @@ def _no_key(text_key: str, keys: list[str]) -> str:
 
 def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
     parquet = optional("pyarrow.parquet", "reading .parquet")
-    with _arrow_damage():
+    with _arrow_damage("reading .parquet") as arrow:
         table = parquet.ParquetFile(file)
         columns = table.schema_arrow.names
-        present = [text_key] if text_key in columns else []
-        yield from _column(table.iter_batches(_RECORDS, columns=present), text_key, columns)
-
-
-def _read_arrow(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
-    ipc = optional("pyarrow.ipc", "reading .arrow")
-    with _arrow_damage():
-        stream = ipc.open_stream(file)
-        yield from _column(stream, text_key, stream.schema.names)
-
-
-def _column(batches: Iterable[Any], text_key: str, columns: list[str]) -> Iterator[Record]:
-    number = 0
-    for batch in batches:
-        values = _values(batch.column(text_key)) if text_key in columns else [None] * batch.num_rows
-        for value in values:
-            number += 1
-            if text_key in columns:
-                yield _of_value(value, number, f"row {number}", text_key)
-            else:
+        if text_key not in columns:
+            for number in range(1, table.metadata.num_rows + 1):
                 yield BadRecord(f":{number}", f"row {number}: {_no_key(text_key, columns)}")
-
-
-def _values(column: Any) -> list[Any]:
-    """Python's values of a column; texts as bytes, since one that is not UTF-8 would hide the others."""
-    arrow = optional("pyarrow", "reading .parquet and .arrow")
-    binary = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
-    return column.cast(binary.get(column.type, column.type)).to_pylist()
+            return
+        # Texts are read as bytes, since one that is not UTF-8 would hide the others.
+        binary = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+        found = (batch.column(text_key) for batch in table.iter_batches(_RECORDS, columns=[text_key]))
+        values = chain.from_iterable(each.cast(binary.get(each.type, each.type)).to_pylist() for each in found)
+        for number, value in enumerate(values, start=1):
+            yield _of_value(value, number, f"row {number}", text_key)
 
 
 def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Record]:
@@ -218,8 +180,10 @@ def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Record]:
                 local.write(chunk)
             local.flush()
         name = local.name if is_url(path) else open_url(path, "data.paths")[1]
-        with _damage(RuntimeError):
+        try:
             yield from _records(module.ArrayRecordReader(name))
+        except RuntimeError as error:
+            raise CorruptFile(in_a_line(error, 300)) from None
 
 
 def _records(reader: Any) -> Iterator[Record]:
@@ -232,32 +196,26 @@ def _records(reader: Any) -> Iterator[Record]:
 
 
 @contextmanager
-def _damage(*kinds: type[Exception]) -> Iterator[None]:
-    """Converts a library's error about damaged content to CorruptFile, in one line."""
-    try:
-        yield
-    except kinds as error:
-        raise CorruptFile(in_a_line(error, 300)) from None
+def _arrow_damage(wanted_by: str) -> Iterator[ModuleType]:
+    """Gives the module of Arrow, and converts its errors about damaged content to CorruptFile, in one line.
 
-
-@contextmanager
-def _arrow_damage() -> Iterator[None]:
-    """Like `_damage`, for Arrow, which raises OSError for damaged content too; such an error has no error number."""
-    arrow = optional("pyarrow", "reading .parquet and .arrow")
+    Arrow raises OSError for damaged content too; such an error has no error number.
+    """
+    arrow = optional("pyarrow", wanted_by)
     try:
-        with _damage(arrow.ArrowException, UnicodeDecodeError):
-            yield
-    except OSError as error:
-        if error.errno is not None:
+        yield arrow
+    except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        if getattr(error, "errno", None) is not None:
             raise
         raise CorruptFile(in_a_line(error, 300)) from None
 
+
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 _READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[Record]]] = {
     ".txt": _read_whole,
     ".py": _read_whole,
     ".jsonl": _read_lines,
     ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
     ".array_record": _read_array_record,
 }

@@ -2,17 +2,20 @@
 
 import glob
 import hashlib
-import json
+import math
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from train.config import DataConfig
-from train.data.left_out import LeftOut, named_bad, report
-from train.data.readers import BadRecord, CorruptFile, Document, Record, is_readable, known_formats, texts
+from train.config.settings.checks import check
+from train.data.readers import BadRecord, CorruptFile, Document, check_readable, texts
 from train.data.storage import find, is_url, open_url
 
+_HOPELESS = 1000  # bad records; a file that begins with so many is taken to have no good one
+_NAMED_FILES = 5  # files with something left out that are named
 _STAMPS = ("etag", "ETag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
 Log = Callable[[str], Any]
@@ -32,6 +35,65 @@ class SourceFile(NamedTuple):
     stamp: str
 
 
+@dataclass
+class LeftOut:
+    """What is left out of some files: damaged files, and bad records (lines, rows) in the other files.
+
+    Attributes:
+        records: how many records were read, good or bad.
+        corrupt: why a file is left out as a whole, by path.
+        bad: how many records of a file are bad, and what is wrong with the first, by path.
+    """
+
+    records: int = 0
+    corrupt: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def add_bad(self, path: str, reason: str) -> int:
+        """Counts a bad record. Returns how many the file has so far."""
+        count, first = self.bad.get(path, (0, reason))
+        self.bad[path] = count + 1, first
+        return count + 1
+
+    def add_all(self, other: "LeftOut") -> None:
+        """Adds what is left out of other files."""
+        self.records += other.records
+        self.corrupt |= other.corrupt
+        self.bad |= other.bad
+
+    def named_bad(self) -> str:
+        """The first files with bad records, and what is wrong with the first record of each."""
+        return _listed([f"{path} ({count:,}: {first})" for path, (count, first) in self.bad.items()])
+
+
+def report(left_out: LeftOut, files: int, bad_records: float, log: Log) -> None:
+    """Logs what is left out of a number of files: a line for damaged files, and one for bad records.
+
+    Raises ValueError if all files are damaged, or if the share of bad records is above `bad_records`.
+    """
+    if left_out.corrupt:
+        listed = _listed([f"{path} ({reason})" for path, reason in left_out.corrupt.items()])
+        if len(left_out.corrupt) == files:
+            raise ValueError(f"data: none of the files can be read, {files} in all: {listed}")
+        log(f"data: {len(left_out.corrupt)} of {files} files are damaged and left out: {listed}")
+    if left_out.bad:
+        bad = sum(count for count, _ in left_out.bad.values())
+        share = bad / left_out.records
+        counts = f"data: {bad:,} of {left_out.records:,} records, in {len(left_out.bad)} of {files} files, are bad"
+        if share > bad_records:
+            raise ValueError(
+                f"{counts}, more than data.bad_records={bad_records:g} allows: {left_out.named_bad()}; "
+                f"data.bad_records={math.ceil(1000 * share) / 1000:g} would leave them out"
+            )
+        log(f"{counts} and left out: {left_out.named_bad()}")
+
+
+def _listed(found: Sequence[str]) -> str:
+    """The first few of several things, and how many more there are."""
+    more = [f"and {len(found) - _NAMED_FILES} more"] if len(found) > _NAMED_FILES else []
+    return ", ".join([*found[:_NAMED_FILES], *more])
+
+
 def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
     """All documents, by part of the mixture, file and offset in it, held-out ones too; empty ones are left out.
 
@@ -41,42 +103,44 @@ def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
     Raises FileNotFoundError for a path that names nothing, and ValueError if no text can be read, or if too many
     records are bad.
     """
-    parts = zip(list_files(config), config.parts, strict=True)
-    return [document for files, part in parts for document in _readable(files, part.text_key, config.bad_records, log)]
-
-
-def _readable(files: Sequence[SourceFile], text_key: str, bad_records: float, log: Log) -> list[Document]:
-    found: list[Document] = []
-    left_out = LeftOut()
-    for file in files:
-        inside = []
-        try:
-            for record in read(file, text_key):
-                left_out.records += 1
-                if isinstance(record, BadRecord):
-                    left_out.add_bad(file.path, record.reason)
-                elif record.text:
-                    inside.append(record)
-        except CorruptFile as error:
-            left_out.corrupt[file.path] = str(error)
-        else:
-            found += inside
-    report(left_out, len(files), bad_records, log)
-    if not found:
-        raise no_text(files, left_out)
+    found = []
+    for files, part in zip(list_files(config), config.parts, strict=True):
+        documents, left_out = [], LeftOut()
+        for file in files:
+            try:
+                documents += list(read_documents(file, part.text_key, config.bad_records, left_out))
+            except CorruptFile as error:
+                left_out.corrupt[file.path] = str(error)
+        report(left_out, len(files), config.bad_records, log)
+        if not documents:
+            raise no_text(files, left_out)
+        found += documents
     return found
 
 
-def read(file: SourceFile, text_key: str) -> Iterator[Record]:
-    """The records of a file, with the empty and the bad ones. Raises CorruptFile at the first damage to the file."""
-    for record in texts(file.path, text_key):
-        yield record._replace(name=file.name + record.name)
+def read_documents(file: SourceFile, text_key: str, bad_records: float, left_out: LeftOut) -> Iterator[Document]:
+    """The documents of a file that have text; all its records, and the bad ones, are counted in `left_out`.
+
+    Raises CorruptFile at the first damage to the file. Raises ValueError if its first 1,000 records are all bad, unless
+    `bad_records` is 1: then most likely the name of the texts is wrong, and reading on would take long.
+    """
+    for number, record in enumerate(texts(file.path, text_key), start=1):
+        left_out.records += 1
+        if isinstance(record, BadRecord):
+            count = left_out.add_bad(file.path, record.reason)
+            check(
+                not (number == count == _HOPELESS and bad_records < 1),
+                f"data: {file.path}: its first {count:,} records are all bad: {left_out.bad[file.path][1]}; "
+                "data.bad_records=1 would leave them out",
+            )
+        elif record.text:
+            yield record._replace(name=file.name + record.name)
 
 
 def no_text(files: Sequence[SourceFile], left_out: LeftOut) -> ValueError:
     """The error for files that hold no text at all."""
     more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-    bad = f" or bad: {named_bad(left_out)}" if left_out.bad else ""
+    bad = f" or bad: {left_out.named_bad()}" if left_out.bad else ""
     return ValueError(f"data: no text in {files[0].path}{more}; every document is empty{bad}")
 
 
@@ -128,8 +192,7 @@ def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
             if location in seen:  # under two names it could be both trained on and held out
                 continue
             seen.add(location)
-            if not is_readable(file.path):
-                raise ValueError(f"data.paths: {file.path} has no known format (known: {known_formats()})")
+            check_readable(file.path)
             if files.setdefault(file.name, file) is not file:
                 clash = f"{files[file.name].path} and {file.path} are both called {file.name!r}"
                 raise ValueError(f"data.paths: {clash}; use one common glob")
@@ -143,40 +206,12 @@ def resolved(path: str) -> str:
 
 def _matches(pattern: str) -> list[SourceFile]:
     found = find(pattern, "data.paths")
-    system, start = open_url(pattern, "data.paths")
-    start = _fixed_part(start)
-    files = []
-    for path, info in found.items():
-        if info["type"] == "file":
-            files.append(_source_file(path, info, start))
-        elif system.isfile(f"{path}/state.json"):
-            files += _dataset_files(path, start)
+    start = _fixed_part(open_url(pattern, "data.paths")[1])
+    files = [_source_file(path, info, start) for path, info in found.items() if info["type"] == "file"]
     if not files:
-        raise FileNotFoundError(f"data.paths: no file matches {pattern!r}{_folder_hint(pattern, found)}")
+        hint = f"; for all of a folder write {pattern.rstrip('/')}/**/*.txt" if len(found) == 1 else ""
+        raise FileNotFoundError(f"data.paths: no file matches {pattern!r}{hint}")
     return files
-
-
-def _folder_hint(pattern: str, found: dict[str, Any]) -> str:
-    if len(found) != 1:
-        return ""
-    folder = pattern.rstrip("/")
-    splits = find(f"{folder}/*/state.json", "data.paths")
-    if splits:
-        return f"; it holds several datasets, so name one, as {folder}/{PurePosixPath(next(iter(splits))).parent.name}"
-    return f"; for all of a folder write {folder}/**/*.txt"
-
-
-def _dataset_files(folder: str, start: str) -> list[SourceFile]:
-    """The files of a folder that Hugging Face `datasets` saved, as its state.json lists them."""
-    system, path = open_url(folder, "data.paths")
-    try:
-        state = json.loads(system.cat_file(f"{path}/state.json"))
-        names = [item["filename"] for item in state["_data_files"]]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"data.paths: {folder}/state.json was not written by Hugging Face datasets") from None
-    if state.get("_indices_data_files"):
-        raise ValueError(f"data.paths: {folder} has selected rows; call flatten_indices() and save it again")
-    return [_source_file(f"{folder}/{name}", system.info(f"{path}/{name}"), start) for name in names]
 
 
 def _source_file(path: str, info: dict[str, Any], start: str) -> SourceFile:

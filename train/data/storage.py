@@ -3,18 +3,18 @@
 import glob
 import os
 import tempfile
-import threading
 import uuid
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import fsspec
 import numpy as np
 from fsspec.core import url_to_fs
+from fsspec.utils import merge_offset_ranges
 
 from train.runtime.paths import path as path_at
 
@@ -62,8 +62,6 @@ class Span(NamedTuple):
 
 
 _PART = ".part"
-_copies: WeakValueDictionary[tuple[str, str], np.ndarray] = WeakValueDictionary()
-_copying = threading.Lock()
 
 
 class MemoryFolder:
@@ -72,13 +70,9 @@ class MemoryFolder:
     def __init__(self):
         self._files: dict[str, bytes] = {}
 
-    def write(self, name: str, content: bytes) -> None:
-        """Keeps the content under its name."""
-        self._files[name] = content
-
-    def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
+    def write(self, name: str, chunks: Iterable[bytes]) -> None:
         """Keeps the chunks, joined."""
-        self.write(name, b"".join(chunks))
+        self._files[name] = b"".join(chunks)
 
     def read(self, name: str) -> bytes | None:
         """The content, or None."""
@@ -87,9 +81,6 @@ class MemoryFolder:
     def map(self, name: str, kind: np.dtype) -> np.ndarray:
         """The numbers in a file."""
         return np.frombuffer(self._files[name], kind)
-
-    def remove_leftovers(self) -> None:
-        """Does nothing: killed writers leave nothing in memory."""
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
@@ -111,11 +102,7 @@ class LocalFolder:
     def __str__(self) -> str:
         return str(self.path)
 
-    def write(self, name: str, content: bytes) -> None:
-        """Writes a file as `write_chunks` does."""
-        self.write_chunks(name, [content])
-
-    def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
+    def write(self, name: str, chunks: Iterable[bytes]) -> None:
         """Writes a temporary file in the same folder, to disk, then renames it, so that the file is never partial.
 
         The temporary name is unique, since another host may write the same file; renaming is atomic on network disks
@@ -174,12 +161,7 @@ class RemoteFolder:
     def __str__(self) -> str:
         return self.url
 
-    def write(self, name: str, content: bytes) -> None:
-        """Puts the content under its name."""
-        self._system.makedirs(self._path, exist_ok=True)
-        self._system.pipe_file(f"{self._path}/{name}", content)
-
-    def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
+    def write(self, name: str, chunks: Iterable[bytes]) -> None:
         """Assembles a file on this machine's disk and uploads it; nothing is uploaded if a chunk fails."""
         self._system.makedirs(self._path, exist_ok=True)
         with tempfile.NamedTemporaryFile() as local:
@@ -196,18 +178,10 @@ class RemoteFolder:
             return None
 
     def map(self, name: str, kind: np.dtype) -> np.ndarray:
-        """The numbers in a file: memory-mapped from a copy on this machine's disk, one copy for all readers."""
-        path = f"{self._path}/{name}"
-        with _copying:  # only one of two threads copies
-            found = _copies.get((self.url, name))
-            if found is None:
-                with tempfile.NamedTemporaryFile() as local:
-                    self._system.get_file(path, local.name)
-                    found = _copies[self.url, name] = np.memmap(local.name, kind, "r")  # the name is no longer needed
-            return found
-
-    def remove_leftovers(self) -> None:
-        """Does nothing: object stores never show a partial file."""
+        """The numbers in a file: memory-mapped from a copy on this machine's disk."""
+        with tempfile.NamedTemporaryFile() as local:
+            self._system.get_file(f"{self._path}/{name}", local.name)
+            return np.memmap(local.name, kind, "r")  # the name is no longer needed
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file, as the store lists them now."""
@@ -217,32 +191,15 @@ class RemoteFolder:
 
     def spans(self, wanted: Sequence[Span]) -> list[memoryview]:
         """The bytes of each span; spans that touch or overlap are fetched together."""
-        runs = _runs(wanted)
-        paths = [f"{self._path}/{run.name}" for run, _ in runs]
-        starts, stops = [run.start for run, _ in runs], [run.stop for run, _ in runs]
-        contents = self._system.cat_ranges(paths, starts, stops)
-        if error := next((content for content in contents if isinstance(content, BaseException)), None):
-            raise error
-        found: list[Any] = [None] * len(wanted)
-        for (run, members), content in zip(runs, contents, strict=True):
-            for index in members:
-                span = wanted[index]
-                found[index] = memoryview(content)[span.start - run.start : span.stop - run.start]
+        columns = [f"{self._path}/{span.name}" for span in wanted], [s.start for s in wanted], [s.stop for s in wanted]
+        paths, starts, stops = merge_offset_ranges(*map(list, columns), max_gap=0)
+        contents = self._system.cat_ranges(paths, starts, stops, on_error="raise")
+        runs = list(zip(paths, starts, strict=True))
+        found = []
+        for path, start, stop in zip(*columns, strict=True):
+            run = bisect_right(runs, (path, start)) - 1
+            found.append(memoryview(contents[run])[start - starts[run] : stop - starts[run]])
         return found
-
-
-def _runs(wanted: Sequence[Span]) -> list[tuple[Span, list[int]]]:
-    """The spans, joined where they touch or overlap; and for each joined span the indices of its parts."""
-    runs: list[tuple[Span, list[int]]] = []
-    for index in sorted(range(len(wanted)), key=wanted.__getitem__):
-        span = wanted[index]
-        if runs and runs[-1][0].name == span.name and span.start <= runs[-1][0].stop:
-            run, members = runs[-1]
-            members.append(index)
-            runs[-1] = (run._replace(stop=max(run.stop, span.stop)), members)
-        else:
-            runs.append((span, [index]))
-    return runs
 
 
 Folder = MemoryFolder | LocalFolder | RemoteFolder
@@ -270,7 +227,3 @@ class Scratch:
         with self._file as file:
             file.flush()
             return np.memmap(file, self._kind, "r").view(np.ndarray)
-
-    def close(self) -> None:
-        """Discards the file if it was not mapped."""
-        self._file.close()

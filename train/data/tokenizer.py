@@ -11,6 +11,7 @@ from jaxtyping import UInt
 
 from posjax._checks import POINTER, check_no_pointer
 from train.config import DataConfig
+from train.config.settings.checks import check
 from train.data.storage import open_url, optional
 from train.runtime.lines import in_a_line
 
@@ -42,7 +43,7 @@ class Tokenizer:
     """
 
     def __init__(self, size: int, found: dict[str, int], identity: bytes, own: bool, begins: bool):
-        self._size, self._specials = size, (own_specials if own else place_specials)(size, found)
+        self._size, self._specials = size, specials_of(size, found, own)
         self.bos, self.eos, self.mask, self.padding, self.vocabulary_size = self._specials
         self.encoded_size = self.vocabulary_size
         self.opening = (self.bos,) if begins or not own else ()
@@ -147,24 +148,21 @@ class Specials(NamedTuple):
     vocabulary_size: int
 
 
-def own_specials(size: int, found: dict[str, int]) -> Specials:
-    """Special ids as `found`, and no new ones: the end of a document replaces missing ones.
+def specials_of(size: int, found: dict[str, int], own: bool) -> Specials:
+    """Special ids as `found`. If `own`, no new ones: the end of a document replaces missing ones, so without a mask
+    token ``mask`` equals ``eos``. Else missing ones are added after `size` ids, in the order of `_ROLES`.
 
-    So if `found` has no mask token, ``mask`` equals ``eos``.
-
-    Raises ValueError if there is no end of a document.
+    Raises ValueError for `own` without an end of a document.
     """
-    if not found.keys() & {"eos", "bos"}:
-        raise ValueError("data.special_tokens: the tokenizer has neither bos nor eos of its own; 'added' would work")
-    eos = found.get("eos", found.get("bos"))
-    return Specials(**{"bos": eos, "eos": eos, "mask": eos, "padding": eos} | found, vocabulary_size=size)
-
-
-def place_specials(size: int, found: dict[str, int]) -> Specials:
-    """Special ids as `found`; missing ones are added after a vocabulary of `size` ids, in the order of `_ROLES`."""
     lacking = [role for role in _ROLES if role not in found]
-    added = {role: size + index for index, role in enumerate(lacking)}
-    return Specials(**{role: (found | added)[role] for role in _ROLES}, vocabulary_size=size + len(lacking))
+    if not own:
+        added = {role: size + index for index, role in enumerate(lacking)}
+        return Specials(**found, **added, vocabulary_size=size + len(lacking))
+    check(
+        not found.keys().isdisjoint(("eos", "bos")),
+        "data.special_tokens: the tokenizer has neither bos nor eos of its own; 'added' would work",
+    )
+    return Specials(**dict.fromkeys(lacking, found.get("eos", found.get("bos"))), **found, vocabulary_size=size)
 
 
 class ByteTokenizer(Tokenizer):
@@ -245,30 +243,25 @@ def _declared(system: Any, folder: str) -> dict[str, str | int]:
 
     Without either file, those of the model's config.json in the folder, which are ids.
     """
-    for name, read in (
-        ("tokenizer_config.json", _named),
-        ("special_tokens_map.json", _named),
-        ("config.json", _numbered),
-    ):
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json"):
         path = f"{folder}/{name}"
         if system.isfile(path):
-            return read(_read_json(system.cat_file(path), path))
+            return _named(_read_json(system.cat_file(path), path), "token_id" if name == "config.json" else "token")
     return {}
 
 
-def _numbered(values: dict[str, Any]) -> dict[str, int]:
-    """The special tokens of a model's configuration, by role; the first one if a role has several."""
-    ids = {role: values.get(f"{name}_token_id") for role, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"))}
-    first = {role: found[0] if isinstance(found, list) and found else found for role, found in ids.items()}
-    return {role: found for role, found in first.items() if type(found) is int}
-
-
-def _named(values: dict[str, Any]) -> dict[str, str]:
-    """The special tokens of a tokenizer's configuration, by role."""
-    keys = {"bos": "bos_token", "eos": "eos_token", "mask": "mask_token", "padding": "pad_token"}
-    tokens = {role: values.get(key) for role, key in keys.items()}
-    words = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
-    return {role: word for role, word in words.items() if isinstance(word, str) and word}
+def _named(values: dict[str, Any], ending: str = "token") -> dict[str, str | int]:
+    """The special tokens of a configuration, by role: words, or ids; of several the first."""
+    found = {}
+    for role, name in {"bos": "bos", "eos": "eos", "mask": "mask", "padding": "pad"}.items():
+        token = values.get(f"{name}_{ending}")
+        if isinstance(token, dict):
+            token = token.get("content")
+        elif isinstance(token, list):
+            token = next(iter(token), None)
+        if type(token) is int or (isinstance(token, str) and token):
+            found[role] = token
+    return found
 
 
 def _read_json(content: bytes, path: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from train.checkpoint.restore import config_of, entry_in_stage, restore
 from train.config.settings.checks import check
 from train.data.tokenizer import Tokenizer, ends_of_text
 from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
-from train.evaluate.mesh import mesh_for, on, whole
+from train.evaluate.mesh import mesh_for, use_mesh, whole
 from train.evaluate.saved import check_causal
 from train.model.build import Setup, check_vocabulary, evaluated_scheme
 
@@ -155,7 +155,7 @@ def generate(
     check_reach(model.config.layers.reach, "--tokens, together with those of the prompt", total)
     ends = ends_of_text(config.data, tokenizer)
     write(prompt)
-    with on(mesh):
+    with use_mesh(mesh):
         text = _written(tokens_after(model, tokens, sampling, ends, mesh), tokens, tokenizer, write)
     if write is _print:
         _print("\n")

@@ -64,7 +64,7 @@ def _is_linear(config: Config) -> bool:
     return any(each.linear is not None for each in getattr(scheme, "schemes", (scheme,)))
 
 
-def on(mesh: Mesh | None) -> AbstractContextManager:
+def use_mesh(mesh: Mesh | None) -> AbstractContextManager:
     """Runs the body of a `with` on the mesh; without a mesh, on the first device."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 

@@ -16,11 +16,11 @@ from train.checkpoint.directory import read_config
 from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore, results_of
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
-from train.data.pipeline import held_out_documents
+from train.data.pipeline import held_out_sample
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
-from train.evaluate.mesh import mesh_for, on
+from train.evaluate.mesh import mesh_for, use_mesh
 from train.evaluate.perplexity import Perplexity, check_lengths, measure
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
@@ -130,7 +130,7 @@ def measure_runs(
         found = [
             _Restored(n, run, *each) for n, (run, each) in enumerate(zip(runs, restored[entry.stage], strict=True))
         ]
-        with on(mesh):
+        with use_mesh(mesh):
             for number, row in _rows(found, held_out, entry, mesh):
                 rows[number].append(row)
                 log(_in_words(row))
@@ -232,7 +232,7 @@ def evaluation_documents(config: Config, trials: bool = False) -> list[np.ndarra
     setup = Setup(config)
     check_vocabulary(setup)
     check_tasks(config.evaluate, Vocabulary(setup.tokenizer))
-    held_out = held_out_documents(config)
+    held_out = held_out_sample(config, setup.tokenizer).documents()
     if config.compare.sweep.learning_rate:
         check(
             len(held_out) > 1,

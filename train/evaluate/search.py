@@ -22,7 +22,7 @@ from train.checkpoint.restore import config_of, is_run, restore, results_of
 from train.config import Config, EvaluateConfig
 from train.config.settings.checks import check
 from train.evaluate.decoder import predictor_of
-from train.evaluate.mesh import mesh_for, on, whole
+from train.evaluate.mesh import mesh_for, use_mesh, whole
 from train.evaluate.predictor import next_nll
 from train.evaluate.saved import evaluation_documents, last_length
 from train.evaluate.windows import full_pieces, last_windows
@@ -81,7 +81,7 @@ def search(
     check_searchable(stage)
     folder = results_of(directory, config)
     pieces = full_pieces(evaluation_documents(config), length, config.evaluate.tokens)
-    with on(mesh):
+    with use_mesh(mesh):
         found = search_factors(stage, model, pieces, length, Effort(population, iterations, seed), scored, mesh=mesh)
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **options_of(found.rule)}}
     decide(lambda: _keep(folder, {"extend": extension, "fitness": found.fitness}))

@@ -182,16 +182,16 @@ def prepare(config: Config, log: Any = lambda _: None) -> list[Stage]:
         log(f"warning: {line}")
     firsts = itertools.accumulate((setup.config.train.steps for setup, _ in built), initial=0)
     return [
-        Stage(number, name, first, setup, program, training_rows(setup.config, log), _held_out(setup.config))
+        Stage(number, name, first, setup, program, training_rows(setup.config, setup.tokenizer, log), _held_out(setup))
         for number, (name, first, (setup, program)) in enumerate(zip(names, firsts, built, strict=False))
     ]
 
 
-def _held_out(config: Config) -> Any:
+def _held_out(setup: Setup) -> Any:
     """The rows that are measured while a stage trains, or None; raises ValueError for too little held-out text."""
-    if not config.monitor.evaluate_every:
+    if not setup.config.monitor.evaluate_every:
         return None
-    sample, length = held_out_sample(config), config.train.length
+    sample, length = held_out_sample(setup.config, setup.tokenizer), setup.config.train.length
     if sample.tokens <= length:
         raise ValueError(
             f"monitor.evaluate_every: the held-out text has {sample.tokens} tokens, too few for a row of {length} "

@@ -53,7 +53,7 @@ def fit_together(configs: Sequence[Config], *, progress: str | None = None) -> l
     for config in configs:
         check_run(config, config.directory)
     prepare_process(configs[0].monitor.compilation_cache)
-    return _train(configs, training_rows(configs[0]), progress)
+    return _train(configs, training_rows(configs[0], Setup(configs[0]).tokenizer), progress)
 
 
 def check_together(configs: Sequence[Config]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -15,9 +14,8 @@ from posjax import masks
 from posjax.masks import Mask
 from posjax.nn import DecoderConfig
 from posjax.positions import Range
-from posjax.scheme import Layers, Scheme
+from posjax.scheme import Scheme
 from posjax.scheme.choices import all_of
-from train.config import Config
 from train.model.build import Setup
 
 END = np.iinfo(np.int64).max // 4
@@ -44,13 +42,11 @@ class Flops(NamedTuple):
         return self.parameters + self.attention
 
 
-def update_flops(config: Config) -> Flops:
-    """`decoder_flops` of a config, with every row of the batch as one document.
-
-    Each call reads the tokenizer, for the vocabulary; to count many batches use `decoder_flops`.
-    """
-    row = decoder_flops(Setup(config).decoder, np.zeros((1, config.train.length), np.int32))
-    return Flops(config.train.rows * row.parameters, config.train.rows * row.attention)
+def update_flops(setup: Setup) -> Flops:
+    """`decoder_flops` of a config, with every row of the batch as one document."""
+    train = setup.config.train
+    row = decoder_flops(setup.decoder, np.zeros((1, train.length), np.int32))
+    return Flops(train.rows * row.parameters, train.rows * row.attention)
 
 
 def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
@@ -70,18 +66,9 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
     tokens, documents = int(np.count_nonzero(segment_ids >= 0)), _documents(segment_ids)
     attention = sum(
         6 * decoder.num_heads * layers * _pair_work(scheme, decoder, segment_ids.shape[1], documents, tokens)
-        for scheme, layers in _counts(decoder.layers).items()
+        for scheme, layers in Counter(decoder.layers.schemes).items()
     )
     return Flops(6.0 * product_parameters(decoder) * tokens, float(attention))
-
-
-def _counts(layers: Layers) -> Counter[Scheme]:
-    """How many layers have each scheme."""
-    found: Counter[Scheme] = Counter()
-    for schemes, repeats in layers.patterns:
-        for scheme in schemes:
-            found[scheme] += repeats
-    return found
 
 
 def _pair_work(scheme: Scheme, decoder: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
@@ -108,12 +95,12 @@ def _score_size(scheme: Scheme, decoder: DecoderConfig) -> int:
     return jax.eval_shape(phi, jax.random.key(0)).shape[-1]
 
 
-def maxtext_flops(config: Config) -> Flops:
+def maxtext_flops(setup: Setup) -> Flops:
     """Model FLOPs by MaxText's convention, for comparison with its published numbers: half of all pairs for any mask,
 
     attention = layers x 12 heads d_head length^2 / 2 x rows.
     """
-    decoder, train = Setup(config).decoder, config.train
+    decoder, train = setup.decoder, setup.config.train
     work = 12 * decoder.num_layers * decoder.num_heads * decoder.head_dim
     return Flops(6.0 * product_parameters(decoder) * train.batch_tokens, work * train.length**2 / 2 * train.rows)
 
@@ -135,7 +122,7 @@ def product_parameters(decoder: DecoderConfig) -> int:
             + decoder.num_kv_heads * (scheme.key_size(size) + size)
             + hidden
         )
-        for scheme, layers in _counts(decoder.layers).items()
+        for scheme, layers in Counter(decoder.layers.schemes).items()
     )
     return decoder.model_dim * (sum(widths) + decoder.vocab_size)
 
@@ -146,7 +133,7 @@ def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -
     Positions are counted in each document, so the pairs of a document of n tokens are the n-th prefix sum of the mask.
     These sums are computed once for a mask and a length, in O(length); then a batch costs O(documents).
     """
-    heads = [prefix_pairs(mask, length) for mask in _masks_of_heads(scheme, causal)]
+    heads = [prefix_pairs(mask, length) for mask in _masks_of_heads(allowed(scheme, causal))]
     found = [sum(int(sums[tokens]) * count for tokens, count in documents.items()) for sums in heads]
     return found[0] if len(found) == 1 else sum(found) / len(found)
 
@@ -166,28 +153,15 @@ def allowed(scheme: Scheme, causal: bool) -> Mask | None:
     return all_of(masks.Causal() if causal else None, scheme.scheme_mask)
 
 
-@cache
-def _masks_of_heads(scheme: Scheme, causal: bool) -> tuple[Mask | None, ...]:
+def _masks_of_heads(mask: Mask | None) -> list[Mask | None]:
     """One mask for each kind of head; a single one unless dilations differ between heads."""
-    whole = allowed(scheme, causal)
-    kinds = max([1, *(len(each) for each in _dilations(whole))])
-    return tuple(_of_head(whole, head) for head in range(kinds))
-
-
-def _dilations(mask: Mask | None) -> Iterator[tuple[int, ...]]:
     if isinstance(mask, masks.Pair):
-        yield from _dilations(mask.left)
-        yield from _dilations(mask.right)
-    elif isinstance(mask, masks.Dilated) and isinstance(mask.dilation, tuple):
-        yield mask.dilation
-
-
-def _of_head(mask: Mask | None, head: int) -> Mask | None:
-    if isinstance(mask, masks.Pair):
-        return type(mask)(_of_head(mask.left, head), _of_head(mask.right, head))
+        left, right = _masks_of_heads(mask.left), _masks_of_heads(mask.right)
+        kinds = range(max(len(left), len(right)))
+        return [type(mask)(left[kind % len(left)], right[kind % len(right)]) for kind in kinds]
     if isinstance(mask, masks.Dilated) and isinstance(mask.dilation, tuple):
-        return masks.Dilated(mask.size, mask.dilation[head])
-    return mask
+        return [masks.Dilated(mask.size, dilation) for dilation in mask.dilation]
+    return [mask]
 
 
 @lru_cache(maxsize=64)

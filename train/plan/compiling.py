@@ -12,10 +12,10 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from train.config import Config, MeshConfig, TrainConfig, dump, parse_text
-from train.plan.largest import Allocation, ask_for_report, largest
+from train.plan.hlo import arrays
 from train.plan.pods import GIB, Coordinates, Pod, pod_of
 from train.runtime.compiler import DoesNotCompile, answer, check_compiler, run_compiler
 from train.runtime.flags import VARIABLE, missing
@@ -29,8 +29,11 @@ _OUT_OF_MEMORY = (
 
 _UNKNOWN_FLAG = re.compile(r"Unknown command line flag '([^']*)'")
 
-_UNITS = {"K": 2**-20, "M": 2**-10, "G": 1, "T": 2**10}
-"""GiB per unit in these messages."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+"""Bytes per unit in the compiler's texts."""
+
+_ALLOCATION = re.compile(r"^\s*[\d.]+\w*\(\s*\d+%\);\s*([\d.]+)([KMGT]?)i?B?;[^;]*;[^;]*;(.*)$")
+"""A line of the compiler's report of memory: its size and the arrays in it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ class Memory:
     def padding(self) -> float:
         """The part of `arguments` that is padding."""
         return max(0.0, self.arguments - self.parameters - self.optimizer - self.batch)
+
+
+class Allocation(NamedTuple):
+    """Memory that several arrays use, one after the other."""
+
+    bytes: float
+    array: str  # the largest of these arrays, ``bf16[16,32,8192,8192]``
 
 
 @dataclass(frozen=True)
@@ -115,11 +125,25 @@ def out_of_memory(message: str) -> str | None:
     found = next(filter(None, (pattern.search(message) for pattern in _OUT_OF_MEMORY)), None)
     if not found:
         return None
-    used, has = (float(found[n]) * _UNITS[found[n + 1]] for n in (1, 3))
+    used, has = (float(found[n]) * _UNITS[found[n + 1]] / GIB for n in (1, 3))
     return (
         f"does not fit: {'temporaries alone need' if 'temporaries' in found[0] else 'needs'} {used:,.1f} GiB of HBM, a "
         f"device has {has:,.1f}; more devices, train.accumulate, train.loss_chunks or model.remat would help"
     )
+
+
+def largest(folder: Path, count: int = 5) -> list[Allocation]:
+    """The largest allocations in HBM, by falling size, from the compiler's report of it in this folder; empty if there
+    is none, or one in an unknown form."""
+    reports = sorted(folder.glob("*memory-usage-report.txt"), key=lambda path: path.stat().st_size)
+    about_hbm = reports[-1].read_text(encoding="utf-8").partition("\n\n")[0] if reports else ""
+    found = []
+    for line in filter(None, map(_ALLOCATION.match, about_hbm.splitlines())):
+        array = max(arrays(line[3]), key=lambda array: array.bytes, default=None)
+        if array is not None:
+            shape = ",".join(map(str, array.shape))
+            found.append(Allocation(float(line[1]) * _UNITS[line[2]], f"{array.dtype}[{shape}]"))
+    return found[:count]
 
 
 def devices_of(pod: Pod) -> list:
@@ -156,13 +180,22 @@ def _child(directory: Path, pod: Pod, kind: str) -> dict[str, Any]:
 
 def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     """The mesh of a train step, the step, and its arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    from train.data.packing import Batch
     from train.loop.step import build_program
     from train.model.build import Setup
     from train.model.mesh import make_mesh
+    from train.model.sharding import named_sharding
 
-    mesh = make_mesh(config.train.mesh, config.train.rows // config.train.accumulate, devices)
+    train = config.train
+    mesh = make_mesh(train.mesh, train.rows // train.accumulate, devices)
     program = build_program(Setup(config, mesh))  # outside `set_mesh`, which would send computed values to the mesh
-    return mesh, program.update, (program.given, program.abstract, abstract_batch(config, mesh))
+    rows = jax.ShapeDtypeStruct(
+        (train.rows, train.length), jnp.int32, sharding=named_sharding(mesh, ("batch", "length"))
+    )
+    return mesh, program.update, (program.given, program.abstract, Batch(*(rows for _ in Batch._fields)))
 
 
 def batch_of_evaluation(config: Config, devices: int, slices: int) -> TrainConfig:
@@ -199,21 +232,6 @@ def _evaluation(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     return mesh, program, (abstract, *shapes)
 
 
-def abstract_batch(config: Config, mesh: Any) -> Any:
-    """The shapes and shardings of a batch."""
-    import jax
-    import jax.numpy as jnp
-
-    from train.data.packing import Batch
-    from train.model.sharding import named_sharding
-
-    train = config.train
-    rows = jax.ShapeDtypeStruct(
-        (train.rows, train.length), jnp.int32, sharding=named_sharding(mesh, ("batch", "length"))
-    )
-    return Batch(*(rows for _ in Batch._fields))
-
-
 def _memory(analysis: Any, state: Any, *batch: Any) -> Memory:
     """The memory of a program whose first argument is a state, or parameters alone."""
     parameters = getattr(state, "parameters", state)
@@ -242,20 +260,15 @@ def _words(error: Exception, directory: Path) -> str:
     """The error message for a user; a long message of the compiler is cut."""
     text = in_a_line(error, 2000)
     if refused := out_of_memory(text):
-        return refused + _largest_text(largest(directory, 3))
+        found = [f"{each.array} {each.bytes / GIB:,.1f}" for each in largest(directory, 3)]
+        return refused + (f"; the largest arrays of the program, in GiB: {', '.join(found)}" if found else "")
     return text if isinstance(error, ValueError) else text[:400]
 
 
-def _largest_text(allocations: list[Allocation]) -> str:
-    if not allocations:
-        return ""
-    return "; the largest arrays of the program, in GiB: " + ", ".join(
-        f"{each.array} {each.bytes / GIB:,.1f}" for each in allocations
-    )
-
-
 def _main(folder: Path, topology: str, slices: str, kind: str) -> None:
-    ask_for_report(folder)
+    # Asks the compiler, before JAX is loaded, for its report of memory; flags in the user's ``XLA_FLAGS`` win.
+    wanted = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    os.environ["XLA_FLAGS"] = f"{wanted} {os.environ.get('XLA_FLAGS', '')}".strip()
     answer(lambda: _child(folder, pod_of(topology, int(slices)), kind), lambda error: _words(error, folder))
 
 

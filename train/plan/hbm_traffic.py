@@ -18,7 +18,8 @@ _SAME = ("bitcast", "reshape", "convert", "copy", "transpose")
 
 def is_lookup(module: Module, line: Instruction) -> bool:
     """Whether an instruction gathers, scatters or sorts, by itself or in a computation that it calls."""
-    return any(part.opcode in LOOKUPS for part in _with_inside(module, line))
+    parts = (part for name in module.called(line) for part in inside(module, name))
+    return line.opcode in LOOKUPS or any(part.opcode in LOOKUPS for part in parts)
 
 
 def moved_bytes(module: Module, computation: str, line: Instruction) -> float:
@@ -34,12 +35,6 @@ def moved_bytes(module: Module, computation: str, line: Instruction) -> float:
     named = module.named[computation]
     read = sum(_read_of(module, line, named.get(name), index) for index, name in enumerate(line.operands))
     return read + _written(module, named, line)
-
-
-def _with_inside(module: Module, line: Instruction) -> Iterator[Instruction]:
-    yield line
-    for name in module.called(line):
-        yield from inside(module, name)
 
 
 def _size(line: Instruction) -> int:

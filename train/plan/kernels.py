@@ -98,19 +98,12 @@ def _moved(line: Instruction) -> float:
 def _call(line: Instruction) -> KernelCall | None:
     """The call of an attention kernel of ours; None for anything else."""
     operands = _operands(line)
-    if _name(line) not in _KERNELS or not operands:
+    if _name(line) not in _TABLES or not operands:
         return None
     _, rows, _, columns = operands[0].shape  # the first operand is the order in which tiles are visited
-    return _KERNELS[_name(line)]([*operands, *line.results], rows, columns)
-
-
-def _forward(found: list[Array], rows: int, columns: int) -> KernelCall:
-    return KernelCall(FORWARD, *_sizes(found), rows, columns, rows)
-
-
-def _backward(found: list[Array], rows: int, columns: int) -> KernelCall:
-    """A call of the backward kernel, whose rows of tiles are blocks of keys."""
-    return KernelCall(BACKWARD, *_sizes(found), columns, rows, rows)
+    table = _TABLES[_name(line)]
+    blocks = (columns, rows) if table is BACKWARD else (rows, columns)  # rows of the backward kernel are blocks of keys
+    return KernelCall(table, *_sizes([*operands, *line.results]), *blocks, rows)
 
 
 def _sizes(found: list[Array]) -> tuple[int, int, int, int]:
@@ -126,7 +119,7 @@ def _sizes(found: list[Array]) -> tuple[int, int, int, int]:
     return batch * heads, queries, k.shape[3], several * columns // heads
 
 
-_KERNELS = {"posjax_attention_forward": _forward, "posjax_attention_backward": _backward}
+_TABLES = {"posjax_attention_forward": FORWARD, "posjax_attention_backward": BACKWARD}
 
 
 def _cost(table: dict, queries: int, keys: int) -> tuple[float, float]:

@@ -12,20 +12,20 @@ from train.config import Config
 from train.model.build import Setup
 from train.model.flops import Flops, maxtext_flops, update_flops
 from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
-from train.plan.compiling import EVALUATION, CompiledStep, Memory, batch_of_evaluation, compile_step
+from train.plan.compiling import EVALUATION, Allocation, CompiledStep, Memory, batch_of_evaluation, compile_step
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
-from train.plan.largest import Allocation
 from train.plan.network import Network
 from train.plan.pods import Pod
 from train.plan.timeline import Simulator, Tally
+from train.runtime.flags import VARIABLE
 
 
 @dataclass(frozen=True)
 class Plan:
     """The compiler's facts on a step, and the prediction from them."""
 
-    config: Config
+    setup: Setup
     pod: Pod
     axes: dict[str, int]
     memory: Memory
@@ -48,24 +48,24 @@ class Plan:
     @property
     def maxtext_mfu(self) -> float:
         """Model FLOPs utilisation by MaxText's count."""
-        return self._utilisation(maxtext_flops(self.config))
+        return self._utilisation(maxtext_flops(self.setup))
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of one chip."""
-        return self.config.train.batch_tokens / self.seconds / self.pod.chips
+        return self.setup.config.train.batch_tokens / self.seconds / self.pod.chips
 
     def _utilisation(self, flops: Flops) -> float:
         return self.share * flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)
 
 
-def check_split(config: Config, pod: Pod) -> None:
-    """Raises ValueError for rows, heads or a length that the mesh cannot split, or slices that it cannot span."""
+def check_split(config: Config, pod: Pod) -> Setup:
+    """What a config means on a pod. Raises ValueError for rows, heads or a length that the mesh cannot split, or slices
+    that it cannot span."""
     sizes, train = mesh_shape(config.train.mesh, pod.devices), config.train
     check_slices(sizes, pod.slices)
     check_rows(sizes, train.rows // train.accumulate)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    setup = Setup(config, mesh)
+    setup = Setup(config, mesh_of(sizes))
     decoder = setup.decoder
     for scheme in set(decoder.layers.kinds):
         setup.placement.check(
@@ -76,12 +76,18 @@ def check_split(config: Config, pod: Pod) -> None:
             kv_heads=decoder.num_kv_heads,
             scheme=scheme,
         )
+    return setup
+
+
+def mesh_of(axes: dict[str, int]) -> AbstractMesh:
+    """A mesh of these sizes without devices."""
+    return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
 def make_plan(config: Config, pod: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
     """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
-    check_split(config, pod)  # an error names the key and comes at once, even without a compiler
-    return plan_of(config, pod, compile_step(config, pod, timeout, flags))
+    setup = check_split(config, pod)  # an error names the key and comes at once, even without a compiler
+    return plan_of(setup, pod, compile_step(config, pod, timeout, flags))
 
 
 def plan_evaluation(config: Config, pod: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
@@ -94,20 +100,20 @@ def plan_evaluation(config: Config, pod: Pod, timeout: int = 3600, flags: str | 
     last = replace(last, scheme=entry_in_stage(config.scheme, config, last))
     compiled = compile_step(last, pod, timeout, flags, EVALUATION)
     measured = replace(last, train=batch_of_evaluation(last, pod.devices, pod.slices))
-    return replace(plan_of(measured, pod, compiled), share=1 / 3)
+    return replace(plan_of(Setup(measured, mesh_of(compiled.axes)), pod, compiled), share=1 / 3)
 
 
-def plan_of(config: Config, pod: Pod, compiled: CompiledStep) -> Plan:
-    """The plan of a config with a compiled step."""
-    tally = simulator_of(pod, compiled, kernels_of(config, pod, compiled.axes)).run()
-    flops, flags = update_flops(config), compiled.flags or ""
-    return Plan(config, pod, compiled.axes, compiled.memory, flops, tally, flags, largest=compiled.largest)
+def plan_of(setup: Setup, pod: Pod, compiled: CompiledStep) -> Plan:
+    """The plan of a config on a mesh with a compiled step."""
+    tally = simulator_of(pod, compiled, kernels_of(setup, pod, compiled.axes)).run()
+    flops, flags = update_flops(setup), compiled.flags or ""
+    return Plan(setup, pod, compiled.axes, compiled.memory, flops, tally, flags, largest=compiled.largest)
 
 
-def kernels_of(config: Config, pod: Pod, axes: dict[str, int]) -> Kernels:
-    """The kernels of a step, for the masks of a config and the layout of a mesh."""
-    decoder, train = Setup(config).decoder, config.train
-    return Kernels(pod, visited_share(decoder.layers, train.length, decoder.causal), _tokens_spread(config, axes))
+def kernels_of(setup: Setup, pod: Pod, axes: dict[str, int]) -> Kernels:
+    """The kernels of a step, for the masks of a config and the layout of a mesh, perhaps of another trainer."""
+    decoder, train = setup.decoder, setup.config.train
+    return Kernels(pod, visited_share(decoder.layers, train.length, decoder.causal), _tokens_spread(setup, axes))
 
 
 def simulator_of(pod: Pod, compiled: CompiledStep, kernels: Kernels) -> Simulator:
@@ -125,7 +131,7 @@ def _in_a_slice(axes: dict[str, int], slices: int) -> dict[str, int]:
     return {**axes, split: axes[split] // slices}
 
 
-def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
+def _tokens_spread(setup: Setup, axes: dict[str, int]) -> float:
     """The tokens of a row on one device, or in a group of devices that exchange heads, if the layout spreads them over
     the row.
 
@@ -133,6 +139,17 @@ def _tokens_spread(config: Config, axes: dict[str, int]) -> float:
     """
     if set(axes) != set(AXES):
         return float("inf")
-    placed = Setup(config, AbstractMesh(tuple(axes.values()), tuple(axes))).placement
+    placed = Setup(setup.config, mesh_of(axes)).placement
     width = placed.ulysses if "ring-ulysses" in placed.strategies else 1
-    return width * config.train.length / placed.layout.shards if placed.layout.reorders else float("inf")
+    return width * setup.config.train.length / placed.layout.shards if placed.layout.reorders else float("inf")
+
+
+def mesh_text(axes: dict[str, int]) -> str:
+    """``fsdp 64 x context 8``: the axes with more than one device."""
+    return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
+
+
+def compiled_with(flags: str) -> str:
+    """The flags of the compiler, and how to set them for a run."""
+    needed = f'these flags, which a run needs too: export {VARIABLE}="{flags}"'
+    return f"compiled with {needed}" if flags else "compiled without flags of the compiler"

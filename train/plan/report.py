@@ -1,21 +1,45 @@
-"""Prints a plan on a terminal."""
+"""``python -m train plan CONFIG --topology v5p:8x8x8``: makes plans and prints them on a terminal."""
 
 from __future__ import annotations
 
-from jax.sharding import AbstractMesh
+from collections.abc import Iterable, Sequence
+
 from rich.console import Console, Group
 from rich.table import Table
 
-from train.model.build import Setup
+from posjax._checks import check
+from train.config import Config
 from train.plan.network import DCN
-from train.plan.plan import Plan
-from train.plan.pods import DCN_LATENCY, GIB, LATENCY
-from train.runtime.flags import VARIABLE
+from train.plan.plan import Plan, compiled_with, make_plan, mesh_text, plan_evaluation
+from train.plan.pods import DCN_LATENCY, GIB, LATENCY, pod_of
+from train.plan.sweep import sweep as rank
 
 _WIDTH = 120
 """The width of tables if there is no terminal."""
 
-_NO_FLAGS = "compiled without flags of the compiler"
+
+def plan(
+    config: Config, topology: str, slices: int = 1, sweep: int = 0, flags: str | None = None, evaluate: bool = False
+) -> None:
+    """Plans every stage of a config on slices of a pod. With `sweep` above 0, compiles and ranks that many ways to run
+    it instead; with `evaluate`, plans its evaluation.
+
+    `flags` are those of the compiler; None for those recommended for the chip. Raises ValueError for a pod that does
+    not exist, or a config that does not fit it.
+    """
+    check(sweep >= 0, f"--sweep: expected the number of ways to compile, found {sweep}")
+    check(not (evaluate and sweep), "--sweep ranks ways to train, not evaluations; leave out --sweep or --evaluate")
+    pod, console = pod_of(topology, slices), new_console()
+    if evaluate:
+        show(plan_evaluation(config, pod, flags=flags), console)
+        return
+    for name, stage in zip(config.stage_names, config.every_stage, strict=True):
+        if len(config.stage_names) > 1:
+            console.rule(name)
+        if sweep:
+            rank(stage, pod, sweep, console, flags)
+        else:
+            show(make_plan(stage, pod, flags=flags), console)
 
 
 def new_console() -> Console:
@@ -29,26 +53,22 @@ def show(plan: Plan, console: Console) -> None:
     largest = (_largest(plan),) if plan.largest else ()
     console.print(Group(_memory(plan), *largest, _traffic(plan), _step(plan)))
     console.print(assumptions(plan), highlight=False)
-    if message := Setup(plan.config, AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))).undivided:
+    if message := plan.setup.undivided:
         console.print(f"warning: {message}", highlight=False)
     console.print(f"The step was {compiled_with(plan.flags)}", highlight=False)
 
 
-def compiled_with(flags: str) -> str:
-    """The flags of the compiler, and how to set them for a run."""
-    return f'compiled with these flags, which a run needs too: export {VARIABLE}="{flags}"' if flags else _NO_FLAGS
-
-
-def mesh_text(axes: dict[str, int]) -> str:
-    """``fsdp 64 x context 8``: the axes with more than one device."""
-    return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _memory(plan: Plan) -> Table:
     unit = "half a chip" if plan.pod.links.devices > 1 else "a chip"
-    table = Table("", "GiB", "share", title=f"HBM of {unit}: {plan.pod.name}, {mesh_text(plan.axes)}")
     memory, hbm = plan.memory, plan.pod.hbm_bytes
-    rows = {
+    sizes = {
         "parameters": memory.parameters,
         "optimizer": memory.optimizer,
         "batch": memory.batch,
@@ -58,29 +78,22 @@ def _memory(plan: Plan) -> Table:
         "all": memory.total,
         "available to a program": hbm,
     }
-    for name, size in rows.items():
-        table.add_row(name, f"{size / GIB:,.2f}", f"{size / hbm:.1%}")
-    return table
+    rows = [(name, f"{size / GIB:,.2f}", f"{size / hbm:.1%}") for name, size in sizes.items()]
+    return _table(f"HBM of {unit}: {plan.pod.name}, {mesh_text(plan.axes)}", ("", "GiB", "share"), rows)
 
 
 def _largest(plan: Plan) -> Table:
-    table = Table("array", "GiB", title="Largest temporary arrays")
-    for each in plan.largest:
-        table.add_row(each.array, f"{each.bytes / GIB:,.2f}")
-    return table
+    rows = [(each.array, f"{each.bytes / GIB:,.2f}") for each in plan.largest]
+    return _table("Largest temporary arrays", ("array", "GiB"), rows)
 
 
 def _traffic(plan: Plan) -> Table:
-    title = "Collectives of a step, for each device"
-    table = Table("mesh axes", "kind", "GB", title=title)
-    for (axes, kind), size in sorted(plan.tally.moved.items(), key=lambda item: -item[1]):
-        if size:
-            table.add_row(axes, kind, f"{size / 1e9:,.2f}")
-    return table
+    moved = sorted(plan.tally.moved.items(), key=lambda item: -item[1])
+    rows = [(axes, kind, f"{size / 1e9:,.2f}") for (axes, kind), size in moved if size]
+    return _table("Collectives of a step, for each device", ("mesh axes", "kind", "GB"), rows)
 
 
 def _step(plan: Plan) -> Table:
-    table = Table("", "", title=f"{_title(plan)}, predicted")
     tally, flops = plan.tally, plan.flops
     rows = {
         "model FLOPs": f"{plan.share * flops.total:.4g}, {flops.attention / flops.total:.1%} of them attention",
@@ -93,30 +106,20 @@ def _step(plan: Plan) -> Table:
         "MFU, allowed pairs only": f"{plan.mfu:.1%}",
         "MFU as MaxText counts it": f"{plan.maxtext_mfu:.1%}",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _title(plan: Plan) -> str:
-    train = plan.config.train
-    return "A step" if plan.share == 1 else f"The loss of {train.rows} rows of {train.length:,} tokens"
-
-
-def _between_slices(plan: Plan) -> str:
-    if plan.pod.slices == 1:
-        return ""
-    return f" {plan.pod.links.dcn:g} GB/s of a chip to other slices, {DCN_LATENCY * 1e6:g} us (assumed) an exchange;"
+    train = plan.setup.config.train
+    what = "A step" if plan.share == 1 else f"The loss of {train.rows} rows of {train.length:,} tokens"
+    return _table(f"{what}, predicted", ("", ""), rows.items())
 
 
 def assumptions(plan: Plan) -> str:
     """The assumptions of a prediction."""
     pod = plan.pod
     clock = f"{pod.chip.gigahertz:g} GHz{' (assumed)' if pod.chip.clock_is_assumed else ''}"
+    crossing = f" {pod.links.dcn:g} GB/s of a chip to other slices, {DCN_LATENCY * 1e6:g} us (assumed) an exchange;"
     unknown = ", ".join(f"{name} x {count}" for name, count in plan.tally.unknown.items())
     return (
         f"Predicted, not measured: compiler's cycles at {clock}; links of {pod.links.link:g} GB/s one way, "
-        f"{LATENCY * 1e6:g} us a hop;{_between_slices(plan)} every row one document; collectives overlap only what "
-        "is between their start and their end in the compiled program; no input, no host, no stragglers."
-        + (f" Not included, because unknown: {unknown}." if unknown else "")
+        f"{LATENCY * 1e6:g} us a hop;{crossing if pod.slices > 1 else ''} every row one document; "
+        "collectives overlap only what is between their start and their end in the compiled program; no "
+        "input, no host, no stragglers." + (f" Not included, because unknown: {unknown}." if unknown else "")
     )

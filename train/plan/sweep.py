@@ -18,13 +18,12 @@ from rich.table import Table
 
 from posjax.nn import DecoderConfig
 from posjax.nn.config import REMAT
-from train.config import Config
+from train.config import Config, TrainConfig
 from train.model.build import Setup
 from train.model.flops import product_parameters, update_flops
 from train.plan.compiling import DoesNotCompile, compiler_flags
-from train.plan.plan import Plan, check_split, make_plan
+from train.plan.plan import Plan, check_split, compiled_with, make_plan, mesh_text
 from train.plan.pods import GIB, Pod
-from train.plan.report import compiled_with, mesh_text
 from train.runtime.lines import in_a_line
 
 SWEPT = ("ring", "all-gather", "ulysses")
@@ -37,7 +36,7 @@ _HEADROOM = 1.3
 class Candidate:
     """One way to run a config."""
 
-    config: Config
+    setup: Setup
     axes: dict[str, int]
     bytes: float  # of HBM on a device, rough
     seconds: float  # of a step, rough
@@ -45,8 +44,8 @@ class Candidate:
     @property
     def name(self) -> str:
         """The mesh, the policy, and, if the sequence is split, the strategy."""
-        split = f", {self.config.train.context.strategy}" if self.axes["context"] > 1 else ""
-        return f"{mesh_text(self.axes)}, {self.config.model.remat}{split}"
+        split = f", {self.setup.config.train.context.strategy}" if self.axes["context"] > 1 else ""
+        return f"{mesh_text(self.axes)}, {self.setup.config.model.remat}{split}"
 
 
 def sweep(
@@ -74,7 +73,7 @@ def sweep(
 def _attempt(one: Candidate, pod: Pod, console: Console, flags: str | None) -> Plan | str:
     console.print(f"[dim]{one.name} ...[/dim]")
     try:
-        return make_plan(one.config, pod, flags=flags)
+        return make_plan(one.setup.config, pod, flags=flags)
     except (DoesNotCompile, ValueError) as error:
         return in_a_line(error, 400)
 
@@ -94,35 +93,36 @@ def candidates(config: Config, pod: Pod) -> Iterator[Candidate]:
                 yield Candidate(changed, axes, rough_bytes(changed, axes), rough_seconds(changed, axes, pod))
 
 
-def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, pod: Pod) -> Config | None:
-    """The config with these changes; None if it cannot be split this way."""
+def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, pod: Pod) -> Setup | None:
+    """What the config means with these changes; None if it cannot be split this way."""
     mesh = dataclasses.replace(config.train.mesh, **axes)
     context = dataclasses.replace(config.train.context, strategy=strategy)
     train = dataclasses.replace(config.train, mesh=mesh, context=context)
     changed = dataclasses.replace(config, train=train, model=dataclasses.replace(config.model, remat=remat), stages=())
     try:
-        check_split(changed, pod)
+        return check_split(changed, pod)
     except ValueError:
         return None
-    return changed
 
 
-def _tokens(config: Config, axes: dict[str, int]) -> float:
+def _tokens(train: TrainConfig, axes: dict[str, int]) -> float:
     """Tokens that one device processes at a time."""
     shares = prod(axes[name] for name in ("replica", "data", "fsdp", "context"))
-    return config.train.batch_tokens / config.train.accumulate / shares
+    return train.batch_tokens / train.accumulate / shares
 
 
-def rough_bytes(config: Config, axes: dict[str, int]) -> float:
+def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     """HBM of a device: state, gradients, what a layer keeps for each token, one active layer, and the logits.
 
     State and gradients are 16 bytes a parameter, for AdamW in float32; two layers' parameters are gathered in bfloat16.
     """
-    decoder, tokens, tensor = Setup(config).decoder, _tokens(config, axes), axes["tensor"]
+    decoder, config, tensor = setup.decoder, setup.config, axes["tensor"]
+    tokens = _tokens(config.train, axes)
     parameters = _all_parameters(decoder)
-    state = 16 * parameters / _shards(axes) / tensor
+    state = 16 * parameters / (axes["fsdp"] * axes["context"]) / tensor
     gathered = 4 * parameters / decoder.num_layers / tensor
-    inner = _inner(decoder) / tensor
+    # Numbers of a token inside a layer: projections and hidden units.
+    inner = (decoder.head_dim * 2 * (decoder.num_heads + decoder.num_kv_heads) + 3 * decoder.mlp_dim) / tensor
     width, attended = decoder.model_dim, decoder.head_dim * decoder.num_heads / tensor
     kept = {
         "none": 2 * inner + width,
@@ -136,57 +136,41 @@ def rough_bytes(config: Config, axes: dict[str, int]) -> float:
     return state + gathered + activations + 4 * tokens * (inner + 2 * decoder.model_dim) + logits
 
 
-def _shards(axes: dict[str, int]) -> int:
-    """Over how many devices parameters are split, besides `tensor`."""
-    return axes["fsdp"] * axes["context"]
-
-
-def _inner(decoder: DecoderConfig) -> int:
-    """How many numbers a token has inside a layer: projections and hidden units."""
-    return decoder.head_dim * 2 * (decoder.num_heads + decoder.num_kv_heads) + 3 * decoder.mlp_dim
-
-
 def _all_parameters(decoder: DecoderConfig) -> int:
     return product_parameters(decoder) + (0 if decoder.tied_head else decoder.vocab_size * decoder.model_dim)
 
 
-def _work(config: Config) -> float:
-    """FLOPs of an update with recomputation: a third more for the part that the backward pass runs again."""
-    flops = update_flops(config)
-    again = {"attention": flops.total - flops.attention, "full": flops.total}
-    return flops.total + again.get(config.model.remat, 0.0) / 3
-
-
-def rough_seconds(config: Config, axes: dict[str, int], pod: Pod) -> float:
+def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod) -> float:
     """A rough time of a step: the longest of work, links and exchange between slices, plus the waits of layers.
 
-    Work runs at 60% of the peak. Over the links, parameters are gathered twice over `fsdp` and `context` and their
-    gradients scattered once, in bfloat16, and keys and values circulate around `context` three times. To k slices
-    each device sends its share of the gradients, 4 P / devices x (k - 1) / k bytes for each of
-    ``train.accumulate`` parts. With `tensor`, every layer waits for four all-reduces of its tokens' activations.
+    Work runs at 60% of the peak, with a third more for the part that the backward pass runs again. Over the links,
+    parameters are gathered twice over `fsdp` and `context` and their gradients scattered once, in bfloat16, and keys
+    and values circulate around `context` three times. To k slices each device sends its share of the gradients,
+    4 P / devices x (k - 1) / k bytes for each of ``train.accumulate`` parts. With `tensor`, every layer waits for four
+    all-reduces of its tokens' activations.
     """
-    decoder, tokens = Setup(config).decoder, _tokens(config, axes) * config.train.accumulate
-    work = _work(config) / (0.6 * pod.chips * pod.peak_flops)
+    decoder, parts = setup.decoder, setup.config.train.accumulate
+    tokens = _tokens(setup.config.train, axes) * parts
+    flops = update_flops(setup)
+    again = {"attention": flops.total - flops.attention, "full": flops.total}.get(setup.config.model.remat, 0.0)
+    work = (flops.total + again / 3) / (0.6 * pod.chips * pod.peak_flops)
     link = 2e9 * pod.links.link
     per_layer = 2 * tokens * decoder.num_layers / link
-    gathered = 6 * _all_parameters(decoder) / axes["tensor"] * config.train.accumulate / link
+    gathered = 6 * _all_parameters(decoder) / axes["tensor"] * parts / link
     inside = 8 * per_layer * decoder.model_dim * (axes["tensor"] > 1)
     around = 6 * per_layer * decoder.num_kv_heads * decoder.head_dim * (axes["context"] - 1)
-    shared = 4 * _all_parameters(decoder) * config.train.accumulate * pod.slices / pod.chips
+    shared = 4 * _all_parameters(decoder) * parts * pod.slices / pod.chips
     crossed = shared * (pod.slices - 1) / pod.slices / (1e9 * pod.links.dcn)
-    return max(work, gathered * (_shards(axes) > 1) + around, crossed) + inside
+    return max(work, gathered * (axes["fsdp"] * axes["context"] > 1) + around, crossed) + inside
 
 
 def _table(results: list[tuple[Candidate, Plan | str]], pod: Pod, count: int) -> Table:
     title = f"{len(results)} of {count} ways to run it on {pod.name}, predicted"
     table = Table("mesh, remat, context", "HBM GiB", "step s", "MFU", "tokens/s/chip", title=title)
     for one, found in results:
+        numbers = ["", "", "", found]
         if isinstance(found, Plan):
-            numbers = (found.memory.total / GIB, found.seconds, found.mfu, found.tokens_per_second)
-            table.add_row(one.name, *(text.format(number) for text, number in zip(_FORMATS, numbers, strict=True)))
-        else:
-            table.add_row(one.name, "", "", "", found)
+            size, tokens = f"{found.memory.total / GIB:,.1f}", f"{found.tokens_per_second:,.0f}"
+            numbers = [size, f"{found.seconds:.4g}", f"{found.mfu:.1%}", tokens]
+        table.add_row(one.name, *numbers)
     return table
-
-
-_FORMATS = ("{:,.1f}", "{:.4g}", "{:.1%}", "{:,.0f}")

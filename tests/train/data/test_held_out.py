@@ -6,13 +6,13 @@ import re
 import chex
 import numpy as np
 import pytest
-from documents import pack
+from documents import held_out_documents, held_out_sample, pack, training_rows
 
 from train.config import differences, parse, to_dict
-from train.data import held_out
-from train.data.held_out import hold_out
+from train.data import index
+from train.data.index import Index, documents_of
 from train.data.packing import pack_sample
-from train.data.pipeline import held_out_documents, held_out_sample, training_rows, warnings_of_shared_text
+from train.data.pipeline import hold_out, warnings_of_shared_text
 
 SHARE = 0.3
 
@@ -24,14 +24,22 @@ def parts_of(*counts):
     ]
 
 
-def in_runs(part, size=13):
-    hashes, sizes = part
-    return [(hashes[first : first + size], sizes[first : first + size]) for first in range(0, len(hashes), size)]
+@pytest.fixture(autouse=True)
+def small_runs(monkeypatch):
+    """Thirteen documents are looked at together."""
+    monkeypatch.setattr(index, "BLOCK", 13)
+    monkeypatch.setattr(index, "_RUN", 1)
+
+
+def index_of(hashes, sizes):
+    documents = documents_of(sizes)
+    documents["hash"] = hashes
+    return Index(documents)
 
 
 def masks_of(parts, share, tokens=float("inf")):
-    found = hold_out([in_runs(part) for part in parts], share, tokens)
-    return [each.out(np.arange(len(hashes)), hashes) for each, (hashes, _) in zip(found, parts, strict=True)]
+    found = hold_out([index_of(*part) for part in parts], share, tokens)
+    return [hashes < np.uint64(below) for below, (hashes, _) in zip(found, parts, strict=True)]
 
 
 def naive(parts, share, tokens):
@@ -51,9 +59,8 @@ def naive(parts, share, tokens):
     return masks
 
 
-@pytest.mark.parametrize(("tokens", "many"), [(100, 3), (1000, 10**6), (3333, 3), (10**9, 10**6)])
-def test_the_lowest_hashes_are_held_out_up_to_a_number_of_tokens(monkeypatch, tokens, many):
-    monkeypatch.setattr(held_out, "_MANY", many)  # documents that are kept before the excess is dropped
+@pytest.mark.parametrize("tokens", [100, 1000, 3333, 10**9])
+def test_the_lowest_hashes_are_held_out_up_to_a_number_of_tokens(tokens):
     parts = parts_of(400, 100, 7)
     chex.assert_trees_all_equal(masks_of(parts, SHARE, tokens), naive(parts, SHARE, tokens))
     total = sum(sizes[mask].sum() for mask, (_, sizes) in zip(masks_of(parts, SHARE, tokens), parts, strict=True))
@@ -134,8 +141,8 @@ def test_held_out_text_is_that_of_the_whole_row_by_row(texts):
 
 
 def test_training_rows_leave_held_out_text_alone(tmp_path):
-    for index in range(4):
-        (tmp_path / f"{index}.txt").write_bytes(bytes([65 + index]) * 40)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_bytes(bytes([65 + number]) * 40)
     values = {"source": "files", "paths": [f"{tmp_path}/*.txt"], "held_out": 1e-9}
     config = parse({"data": values, "train": {"length": 8}})
     rows = training_rows(config)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from train.data import index, packing
-from train.data.corpus import HASHES, INDEX, SIZES, dump_arrays, open_corpus, tokens_name
-from train.data.held_out import hold_out
-from train.data.left_out import LeftOut
+from train.data.corpus import DOCUMENTS, INDEX, open_corpus, piece_file
+from train.data.index import DOCUMENT, GONE
 from train.data.packing import pack_corpora
+from train.data.pipeline import hold_out
+from train.data.sources import LeftOut
 from train.data.storage import LocalFolder
 
 MANY = 1_500_000
@@ -21,12 +22,13 @@ EACH = 8
 def many(tmp_path_factory):
     """A cache of very many short documents; its file of tokens is sparse and takes no space."""
     folder = LocalFolder(tmp_path_factory.mktemp("many"))
-    with (folder.path / tokens_name(0, 0)).open("wb") as file:
+    with (folder.path / piece_file(0, "tokens")).open("wb") as file:
         file.truncate(2 * EACH * MANY)
-    folder.write(SIZES, np.full(MANY, EACH, np.int64).tobytes())
-    folder.write(HASHES, np.random.default_rng(0).integers(0, 2**48, MANY).astype(np.uint64).tobytes())
-    about = {"digest": "x", "left_out": LeftOut().dump(), "files": 1, "kind": "<u2", "documents": MANY}
-    folder.write(INDEX, dump_arrays(shards=np.array([1]), shard_sizes=np.array([EACH * MANY]), about=json.dumps(about)))
+    documents = np.empty(MANY, DOCUMENT)
+    documents["size"], documents["hash"] = EACH, np.random.default_rng(0).integers(0, 2**48, MANY)
+    folder.write(DOCUMENTS, [documents.tobytes()])
+    about = {"kind": "<u2", "tokens": [EACH * MANY], "documents": MANY, "digest": "x", "files": 1}
+    folder.write(INDEX, [json.dumps({**about, "left_out": vars(LeftOut())}).encode()])
     return folder.path
 
 
@@ -38,8 +40,8 @@ def test_neither_index_nor_packing_is_in_memory(many, monkeypatch, how):
     tracemalloc.start()
     try:
         corpus = open_corpus(LocalFolder(many))
-        (held_out,) = hold_out([corpus.index.columns()], 0.05, 10_000)
-        trained = corpus.select(held_out.trained)
+        (below,) = hold_out([corpus.index], 0.05, 10_000)
+        trained = corpus.select(below, int(GONE))
         rows = pack_corpora([trained], [1.0], 64, how, 259)
         rows.batch(np.random.default_rng(0).permutation(len(rows))[:16])
         held, peak = tracemalloc.get_traced_memory()

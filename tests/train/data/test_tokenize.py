@@ -10,14 +10,14 @@ from pathlib import Path
 import chex
 import numpy as np
 import pytest
+from documents import held_out_documents, training_rows
 from flags import environment
 from object_store import of_the_store, serving
 from refusals import refused
 
 from train.config import dump, parse
 from train.data import building
-from train.data.pipeline import held_out_documents, training_rows
-from train.data.tokenize import Job, job_of, named_job, tokenize
+from train.data.tokenize import tokenize
 
 FILES = 6
 
@@ -55,7 +55,7 @@ def contents(kept):
 def built(kept):
     """The names of the files that record finished pieces. None is read, because other processes may be writing."""
     (folder,) = kept.iterdir()
-    return sorted(path.name for path in folder.glob("piece-*"))
+    return sorted(path.name for path in folder.glob("piece-*.json"))
 
 
 @pytest.mark.parametrize("where", ["disk", "gs"])
@@ -80,11 +80,11 @@ def test_jobs_build_what_is_theirs_in_any_order_and_the_last_one_writes_the_inde
     seen = set()
     for number in (2, 0, 1):
         lines = []
-        tokenize(config_of(texts, tmp_path / "kept"), lines.append, Job(number, 3), workers=1)
+        tokenize(config_of(texts, tmp_path / "kept"), lines.append, number, 3, workers=1)
         assert lines[0] == f"data: 2 of 2 pieces of this job, {FILES} in all, are to be tokenised"
         assert len(set(built(tmp_path / "kept")) - seen) == 2
         seen.update(built(tmp_path / "kept"))
-        assert ("index.npz" in contents(tmp_path / "kept")) == (number == 1)
+        assert ("index.json" in contents(tmp_path / "kept")) == (number == 1)
     assert lines[-1].endswith(" is complete: 1,655 tokens")
     assert contents(tmp_path / "kept") == contents(tmp_path / "alone")
 
@@ -110,7 +110,7 @@ from train.data import building
 from train.data.storage import LocalFolder
 
 building.PIECE_BYTES = 1
-whole = LocalFolder.write_chunks
+whole = LocalFolder.write
 
 def write(self, name, chunks):
     def half():
@@ -118,9 +118,9 @@ def write(self, name, chunks):
             yield chunk
         (Path("marks") / str(os.getpid())).touch()
         time.sleep(600)
-    whole(self, name, half() if name == "shard-000003-000000.tokens" else chunks)
+    whole(self, name, half() if name == "piece-000003.tokens" else chunks)
 
-LocalFolder.write_chunks = write
+LocalFolder.write = write
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
     sys.exit(cli.main(["tokenize", "config.yaml", "--workers", "2"]))
@@ -165,38 +165,13 @@ def test_a_command_that_ends_in_the_middle_leaves_no_worker_and_is_resumed(texts
     chex.assert_trees_all_equal(everything(config), everything(config_of(texts, "")))
 
 
-def array_task(number, count, first, step=1):
-    values = {"ID": number, "COUNT": count, "MIN": first, "STEP": step}
-    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
-
-
-STEP = {"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "job"),
-    [
-        ({}, Job(0, 1)),
-        ({"JAX_PROCESS_ID": "2", "JAX_NUM_PROCESSES": "3"}, Job(2, 3)),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Job(0, 1)),  # the script, outside srun
-        (STEP, Job(3, 4)),
-        (array_task(7, 3, 3, 2), Job(2, 3)),
-        (array_task(2, 3, 1) | STEP, Job(7, 12)),
-    ],
-)
-def test_the_environment_tells_which_job_this_is(variables, job):
-    assert job_of(variables) == job
-
-
 @pytest.mark.parametrize(
     ("named", "call"),
     [
-        ("--jobs", lambda: named_job(1, None)),
-        ("--job", lambda: named_job(2, 2)),
-        ("--job", lambda: named_job(-1, 2)),
-        ("JAX_PROCESS_ID", lambda: job_of({"JAX_PROCESS_ID": "2", "JAX_NUM_PROCESSES": "2"})),
-        # An array with gaps: a task whose number is too high would get no pieces, and some pieces no task.
-        ("--jobs", lambda: job_of(array_task(5, 2, 1))),
+        ("--jobs", lambda: tokenize(parse({}), job=1)),
+        ("--job", lambda: tokenize(parse({}), jobs=2)),
+        ("--job", lambda: tokenize(parse({}), job=2, jobs=2)),
+        ("--job", lambda: tokenize(parse({}), job=-1, jobs=2)),
         ("--workers", lambda: tokenize(parse({}), workers=0)),
     ],
 )

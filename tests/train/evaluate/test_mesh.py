@@ -14,7 +14,7 @@ import posjax as pj
 from posjax import nn
 from train.config import parse
 from train.evaluate.decoder import cache_for, predictor_of, to_decode
-from train.evaluate.mesh import mesh_for, on, sizes_for, whole
+from train.evaluate.mesh import mesh_for, sizes_for, use_mesh, whole
 from train.evaluate.predictor import next_at, next_nll
 from train.model.mesh import AXES, mesh_from_sizes
 from train.model.sharding import tree_shardings
@@ -55,7 +55,7 @@ def answers(model: nn.Decoder, where=None) -> dict:
             "greedy": predictor.greedy(parameters, TOKENS[:, :20], 7),
         }
 
-    with on(where):
+    with use_mesh(where):
         return jax.device_get(jax.jit(lambda p: jax.tree.map(whole, found(p)))(parameters))
 
 
@@ -77,7 +77,7 @@ def test_linear_attention_splits_rows_alone():
     predictor, parameters = predictor_of(model, 0, where)
     assert predictor.filled(1) == 8
     tokens = np.repeat(TOKENS, 2, axis=0)
-    with on(where):
+    with use_mesh(where):
         found = jax.jit(lambda p: whole(next_nll(predictor, p, tokens, LENGTH)))(parameters)
     want = answers(model)["nll"]
     chex.assert_trees_all_close(found[::2], want, atol=5e-6)
@@ -154,7 +154,7 @@ def test_a_device_reads_a_text_with_its_share_of_the_model():
     where = mesh("sequence")
     predictor, parameters = predictor_of(model, 0, where)
     tokens = jax.ShapeDtypeStruct((1, 65), jnp.int32)
-    with on(where):
+    with use_mesh(where):
         nll = jax.jit(lambda p, tokens: whole(next_nll(predictor, p, tokens, 64)))
         program = nll.lower(shapes_on(model, where, parameters), tokens).compile()
     everything, layer, embedding = sizes(parameters)
@@ -171,7 +171,7 @@ def test_a_device_keeps_its_share_of_the_tokens_seen():
     graph, _ = to_decode(model, where)
     cache = jax.eval_shape(lambda p, prompts: cache_for(graph, p, prompts, 4008), parameters, prompts)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    with on(where):
+    with use_mesh(where):
         greedy = jax.jit(lambda p, prompts: whole(predictor.greedy(p, prompts, 8)))
         program = greedy.lower(shapes_on(model, where, parameters), prompts).compile()
     logits = 2 * 8 * 256 * 4008 * 4 / 8  # of attention, for a chunk: two rows, eight heads

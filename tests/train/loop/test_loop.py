@@ -9,6 +9,7 @@ import signal
 import chex
 import numpy as np
 import pytest
+from documents import held_out_sample
 from flax import nnx
 from programs import shared_programs
 from refusals import refused
@@ -17,7 +18,6 @@ from train.checkpoint.manager import whole_steps
 from train.checkpoint.restore import restore_model
 from train.config import MeshConfig, dump, parse, to_dict
 from train.data.packing import pack_sample
-from train.data.pipeline import held_out_sample
 from train.loop.fit import fit, read_result
 
 STEPS = 6

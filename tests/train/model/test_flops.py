@@ -84,7 +84,7 @@ def test_layers_and_heads_with_different_masks():
 
 def test_linear_attention_has_a_state_in_place_of_pairs():
     linear = dataclasses.replace(LLAMA, scheme=SchemeConfig("linear-elu"))
-    assert update_flops(linear).attention == 2 * 12 * 4 * 16 * 16 * 128
+    assert update_flops(Setup(linear)).attention == 2 * 12 * 4 * 16 * 16 * 128
 
 
 @pytest.mark.parametrize(("name", "tied"), [("rope", True), ("coca-strict", False), ("gemma3", True)])
@@ -117,7 +117,7 @@ LLAMA = Config(
 
 def test_an_update_by_hand():
     matrices = 2 * 64 * (64 + 32 + 32 + 64 + 3 * 128) + 64 * 1000
-    found = update_flops(LLAMA)
+    found = update_flops(Setup(LLAMA))
     assert found.parameters == 6 * matrices * 128
     # Q K^T and P V, two FLOPs a multiply-add, times 3 for both passes, layers x heads x rows x pairs x head size.
     assert found.attention == 2 * 2 * 3 * 2 * 4 * 4 * (32 * 33 / 2) * 16
@@ -126,16 +126,16 @@ def test_an_update_by_hand():
 
 def test_padding_and_other_documents_cost_nothing():
     ids = np.tile(PACKED[:, :32], (2, 1))
-    found, whole = decoder_flops(Setup(LLAMA).decoder, ids), update_flops(LLAMA)
+    found, whole = decoder_flops(Setup(LLAMA).decoder, ids), update_flops(Setup(LLAMA))
     assert found.parameters == whole.parameters * (ids >= 0).sum() / ids.size
     assert found.attention == whole.attention * packed(Causal(), ids) / (4 * 32 * 33 / 2)
 
 
 def test_features_that_are_wider_than_a_head():
     wide = dataclasses.replace(LLAMA, scheme=SchemeConfig("pope"))
-    assert update_flops(wide).attention == update_flops(LLAMA).attention * 3 / 2
+    assert update_flops(Setup(wide)).attention == update_flops(Setup(LLAMA)).attention * 3 / 2
 
 
 def test_the_convention_of_maxtext_counts_half_a_square():
-    assert maxtext_flops(LLAMA).parameters == update_flops(LLAMA).parameters
-    assert maxtext_flops(LLAMA).attention / update_flops(LLAMA).attention == pytest.approx(32 / 33)
+    assert maxtext_flops(Setup(LLAMA)).parameters == update_flops(Setup(LLAMA)).parameters
+    assert maxtext_flops(Setup(LLAMA)).attention / update_flops(Setup(LLAMA)).attention == pytest.approx(32 / 33)

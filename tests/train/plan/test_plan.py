@@ -15,10 +15,16 @@ from rich.console import Console
 
 from train.cli import WRONG_INPUT, main
 from train.config import load, parse
-from train.model.build import Setup
-from train.plan.compiling import CompiledStep, Memory, batch_of_evaluation, compiler_flags, out_of_memory
-from train.plan.largest import Allocation, largest
-from train.plan.plan import make_plan, plan_evaluation, plan_of
+from train.plan.compiling import (
+    Allocation,
+    CompiledStep,
+    Memory,
+    batch_of_evaluation,
+    compiler_flags,
+    largest,
+    out_of_memory,
+)
+from train.plan.plan import check_split, make_plan, plan_evaluation, plan_of
 from train.plan.pods import GIB, Pod, pod_of
 from train.plan.report import assumptions, show
 from train.plan.sweep import candidates, sweep
@@ -112,7 +118,7 @@ def test_the_plan_of_a_compiled_step_adds_its_memory_and_predicts_its_speed(long
     axes = {"replica": 1, "data": 1, "fsdp": 4, "context": 1, "tensor": 1}
     places = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (0, 1, 0, 0))
     step = CompiledStep(PROGRAM, memory, axes, places, "--xla_a=1", (Allocation(GIB, "f32[8,9]"),))
-    plan = plan_of(long_rows, pod_of("v6e:2x2"), step)
+    plan = plan_of(check_split(long_rows, pod_of("v6e:2x2")), pod_of("v6e:2x2"), step)
     assert (plan.memory.total, plan.memory.padding) == (7.375 * GIB, 0.5 * GIB)
     seconds = 0.001 + 2 * 4 * 1024 * 3 / 4 / (2 * 90e9) + 4e-6
     assert plan.seconds == pytest.approx(seconds)
@@ -240,7 +246,7 @@ def test_the_evaluation_of_a_tiny_config_is_planned(tiny):
     """One row of a text, split over all eight chips; each has an eighth of the parameters."""
     sizes = ["evaluate.lengths=[8192]", "evaluate.tokens=8192", "evaluate.batch_tokens=8192"]
     plan = plan_evaluation(load(tiny, sizes), pod_of("v5e:2x4"))
-    count = sum(leaf.size for leaf in jax.tree.leaves(Setup(plan.config).shapes))
+    count = sum(leaf.size for leaf in jax.tree.leaves(plan.setup.shapes))
     assert plan.memory.parameters == 4 * count / 8
     assert plan.memory.optimizer == 0
 

@@ -14,7 +14,7 @@ from train.compare.study.cells import TEXT, Cell
 from train.config import Config
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.decoder import predictor_of
-from train.evaluate.mesh import on
+from train.evaluate.mesh import use_mesh
 from train.evaluate.perplexity import losses_of, scoring
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary
@@ -38,7 +38,7 @@ def measure(config: Config, model: nnx.Module, cell: Cell, mesh: Mesh | None = N
     try:
         scheme = scheme_of(config, cell.entry).extend(**cell.extend)
         predictor, parameters = predictor_of(model.with_scheme(scheme), config.seed, mesh)
-        with on(mesh):
+        with use_mesh(mesh):
             return (_read if cell.kind == TEXT else _find)(config, predictor, parameters, cell)
     except ValueError as error:
         return {"error": in_a_line(error)}

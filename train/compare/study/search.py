@@ -16,7 +16,7 @@ from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
 from train.data.sources import all_documents
 from train.data.tokenizer import load_tokenizer
-from train.evaluate.mesh import on
+from train.evaluate.mesh import use_mesh
 from train.evaluate.search import Effort, check_searchable, options_of, search_factors
 from train.model.build import extension_of, model_length
 
@@ -97,7 +97,7 @@ class Search:
             return cached
 
         arguments = (self.config, model, [self.tokens], self.length, self.effort, self.scored)
-        with on(mesh):
+        with use_mesh(mesh):
             rule = search_factors(*arguments, remembered, mesh).rule
         options = options_of(rule)
         keep({"kind": CHOSEN, **self.key, "effort": dataclasses.asdict(self.effort), "options": options})

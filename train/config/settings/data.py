@@ -19,13 +19,12 @@ class SourceConfig:
 class DataConfig:
     """Which text to read, and how it becomes rows of tokens.
 
-    A .txt or .py file is a document; .jsonl (each perhaps .gz or .zst), .parquet, .array_record and the folders that
-    Hugging Face `datasets` writes have a document in each line, row or record. Paths may be URLs, such as
-    gs://bucket/*.txt. Whole documents are held out.
+    A .txt or .py file is a document; .jsonl (each perhaps .gz or .zst), .parquet and .array_record have a document in
+    each line, row or record. Paths may be URLs, such as gs://bucket/*.txt. Whole documents are held out.
     """
 
     source: Literal["stdlib", "files"] = "stdlib"  # Python's own standard library, or `paths`, or `mixture`
-    paths: tuple[str, ...] = ()  # files, globs of files, or folders of `datasets`
+    paths: tuple[str, ...] = ()  # files, or globs of files
     mixture: tuple[SourceConfig, ...] = ()  # instead of `paths`: several, with weights
     text_key: str = "text"  # the key or column of the text
     bad_records: float = 0.01  # the largest share of a part's lines and rows that may have no text; these are left out

@@ -63,14 +63,14 @@ class Published:
 
         parameters + pairs (half, or all: twice that) + 6 x vocabulary x width x tokens, if the lookup is counted.
         """
-        found, decoder = maxtext_flops(self.config), Setup(self.config).decoder
+        found, decoder = maxtext_flops(Setup(self.config)), Setup(self.config).decoder
         lookup = 6.0 * decoder.vocab_size * decoder.model_dim * self.config.train.batch_tokens
         return found.parameters + found.attention * (1 + (self.pairs == "all")) + lookup * self.counts_lookup
 
     @property
     def comparable(self) -> float:
         """TFLOP per second and chip, as MaxText counts now: published x half of the pairs, without lookup / counted."""
-        return self.teraflops * maxtext_flops(self.config).total / self.counted
+        return self.teraflops * maxtext_flops(Setup(self.config)).total / self.counted
 
 
 RUNS = yaml.safe_load(Path(__file__).with_name("runs.yaml").read_text(encoding="utf-8"))

@@ -16,9 +16,8 @@ import jinja2
 
 from train.config import Config, load
 from train.lab.plans.published import PUBLISHED, RUNS, Published
-from train.plan.plan import Plan, make_plan
+from train.plan.plan import Plan, make_plan, mesh_text
 from train.plan.pods import DCN_LATENCY, KNOWN, LATENCY, Pod, pod_of
-from train.plan.report import mesh_text
 from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
 from train.runtime.paths import ROOT, read_rows, write_file, write_rows
@@ -76,7 +75,7 @@ def numbers(plan: Plan) -> dict[str, Any]:
     memory = plan.memory
     return {
         "mesh": mesh_text(plan.axes),
-        "remat": plan.config.model.remat,
+        "remat": plan.setup.config.model.remat,
         "hbm": memory.total / plan.pod.hbm_bytes,
         "gib": {name: round(getattr(memory, name) / 2**30, 3) for name in ("parameters", "optimizer", "total")},
         "attention": plan.flops.attention / plan.flops.total,

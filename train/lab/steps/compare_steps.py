@@ -19,9 +19,9 @@ from train.lab.steps.saved_step import SavedStep
 from train.model.build import Setup
 from train.model.flops import update_flops
 from train.plan.compiling import compile_step
-from train.plan.plan import check_split, kernels_of, plan_of, simulator_of
+from train.plan.plan import check_split, compiled_with, kernels_of, plan_of, simulator_of
 from train.plan.pods import GIB, Pod, pod_of
-from train.plan.report import compiled_with, new_console
+from train.plan.report import new_console
 from train.plan.report import show as show_plan
 
 _SHOWN = 1e-3
@@ -69,28 +69,28 @@ def compare_steps(
     )
     (stage,) = config.every_stage
     steps = [saved_step.read(Path(folder), pod) for folder in against]
+    setup = check_split(stage, pod) if len(steps) < 2 else Setup(stage)
     if len(steps) < 2:
-        check_split(stage, pod)
         ours = compile_step(stage, pod, flags=flags)
         if keep:
             saved_step.save(Path(keep), ours, stage.train.batch_tokens)
         if not steps:
-            show_plan(plan_of(stage, pod, ours), console)
+            show_plan(plan_of(setup, pod, ours), console)
             return
         steps.insert(0, SavedStep("ours", ours))
-    breakdowns = [breakdown_of(one, stage, pod) for one in steps]
-    console.print(_table(breakdowns, update_flops(stage).total / stage.train.batch_tokens, pod))
+    breakdowns = [breakdown_of(one, setup, pod) for one in steps]
+    console.print(_table(breakdowns, update_flops(setup).total / stage.train.batch_tokens, pod))
     console.print(_notes(breakdowns), highlight=False)
     for one in steps:
         if one.step.flags is not None:
             console.print(f"{one.name}: {compiled_with(one.step.flags)}", highlight=False)
 
 
-def breakdown_of(one: SavedStep, config: Config, pod: Pod) -> Breakdown:
-    """The time of a step by parts, for the model, mask and length of a config."""
-    ours, train = kernels_of(config, pod, one.step.axes), config.train
+def breakdown_of(one: SavedStep, setup: Setup, pod: Pod) -> Breakdown:
+    """The time of a step by parts, for the model, mask and length of a setup."""
+    ours, train = kernels_of(setup, pod, one.step.axes), setup.config.train
     kernels = AnyKernels(ours.pod, ours.share, ours.spread, one.schedules)
-    widths = Widths.of(Setup(config).decoder, train.length, pod.devices)
+    widths = Widths.of(setup.decoder, train.length, pod.devices)
     simulator = simulator_of(pod, one.step, kernels)
     return measure(one.name, simulator, one.step.memory, one.tokens or train.batch_tokens, widths)
 
