@@ -23,7 +23,7 @@ from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, on
 from train.evaluate.perplexity import Perplexity, check_lengths, measure
 from train.evaluate.predictor import Predictor
-from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
+from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, task_rows
 from train.loop.fit import read_result
 from train.model.build import RELEASED, Setup, check_vocabulary, evaluated_scheme, model_length, scheme_of
 from train.monitor.logs import read_metrics
@@ -277,7 +277,7 @@ def measure_tasks(predictor: Predictor, parameters: Any, config: Config) -> Iter
     for name in sizes.tasks:
         for length in lengths_of(name, sizes, vocabulary):
             arguments = (vocabulary, name, sizes.section(name), length, sizes.batch_tokens)
-            yield from measure_task(predictor, parameters, *arguments)
+            yield from task_rows(predictor, parameters, *arguments)
 
 
 def _vocabulary(config: Config) -> Vocabulary:

@@ -10,7 +10,7 @@ import numpy as np
 from train.config.settings.evaluate import SECTIONS, EvaluateConfig, TaskConfig
 from train.evaluate.tasks.common_words import common_words, frequent_words
 from train.evaluate.tasks.needles import needle_multi_key, needle_multi_query, needle_multi_value, needle_single
-from train.evaluate.tasks.passkey import Prompt, passkey, passkey_tokens
+from train.evaluate.tasks.passkey import passkey, passkey_tokens
 from train.evaluate.tasks.recall import copy, induction, mqar
 from train.evaluate.tasks.sample import Sample
 from train.evaluate.tasks.variables import variable_tracking
@@ -19,10 +19,9 @@ from train.evaluate.tasks.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Task:
-    """A generator of samples, or of prompts that a model continues. Its sizes are read from its section of the
-    config, see `SECTIONS`."""
+    """A generator of samples. Its sizes are read from its section of the config, see `SECTIONS`."""
 
-    draw: Callable[..., Sample | Prompt]
+    draw: Callable[..., Sample]
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -59,7 +58,7 @@ class Cases:
     """The cases of a task at one length, and at one depth if it has one."""
 
     depth: float | None
-    samples: tuple[Sample | Prompt, ...]
+    samples: tuple[Sample, ...]
 
 
 def cases(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -> Iterator[Cases]:

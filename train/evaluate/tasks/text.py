@@ -74,18 +74,15 @@ def compose(
     needles: Sequence[str],
     depths: Sequence[float],
     ending: Sequence[Answer],
-    room: int = 0,
 ) -> Sample:
     """The beginning of a document, opening, needles in as much filling as needed, ending; `length` tokens in all.
-
-    With `room` the text ends that many tokens earlier, for an answer to be generated.
 
     Raises ValueError for a length that is too short for these parts and some filling.
     """
     first = [vocabulary.begin, vocabulary.tokens(opening)]
     last = [(vocabulary.tokens(text), answer) for text, answer in ending]
     inserted = [vocabulary.tokens(needle) for needle in needles]
-    fixed = sum(map(len, first)) + sum(map(len, inserted)) + sum(len(tokens) for tokens, _ in last) + room
+    fixed = sum(map(len, first)) + sum(map(len, inserted)) + sum(len(tokens) for tokens, _ in last)
     if fixed >= length:
         raise too_short(length, fixed + 1)
     middle = with_needles(filling(vocabulary, sentences, length - fixed), inserted, depths)
