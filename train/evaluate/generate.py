@@ -103,7 +103,7 @@ def tokens_after(
         return logits[:, -1], cache
 
     @jax.jit
-    def draw(n, logits):
+    def choose_next(n, logits):
         token = choose(
             jax.random.fold_in(jax.random.key(sampling.seed), n), logits, sampling.temperature, sampling.top_k
         )
@@ -111,7 +111,7 @@ def tokens_after(
 
     last, cache = begin(parameters)
     for n in range(sampling.tokens):
-        token, finite = draw(np.int32(n), last)
+        token, finite = choose_next(np.int32(n), last)
         check(bool(finite), f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
         if int(token[0]) in ends:
             return

@@ -41,7 +41,7 @@ def all_samples(name, vocabulary, length, config=CONFIG):
 
 
 def drawn(name, length, seed=0, **sizes):
-    return TASKS[name].draw(np.random.default_rng(seed), BYTES, length, **sizes)
+    return TASKS[name].make(np.random.default_rng(seed), BYTES, length, **sizes)
 
 
 def numbers(prompt):

@@ -24,16 +24,12 @@ def passkey(generator: np.random.Generator, vocabulary: Vocabulary, length: int,
     the only answer. The key is uniform over the integers of five digits; the filler repeats five sentences in their
     order.
 
-    The key has the tokens that it has after the question: alone, many tokenizers would start it with an extra space.
-
     Raises ValueError for a length that is too short.
     """
     key = str(generator.integers(10_000, 100_000))
     fact = f"The pass key is {key}. Remember it. {key} is the pass key. "
-    answer = vocabulary.tokens(f"{QUESTION} {key}")[len(vocabulary.tokens(QUESTION)) :]
-    filler, question = itertools.cycle(SENTENCES), [(QUESTION, False)]
-    asked = compose(vocabulary, length - len(answer), _OPENING, filler, [fact], [depth], question)
-    return joined([(asked.tokens, False), (answer, True)])
+    ending = [(QUESTION, False), (f" {key}", True)]
+    return compose(vocabulary, length, _OPENING, itertools.cycle(SENTENCES), [fact], [depth], ending)
 
 
 def passkey_tokens(

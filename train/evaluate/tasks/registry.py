@@ -21,12 +21,12 @@ from train.evaluate.tasks.vocabulary import Vocabulary
 class Task:
     """A generator of samples. Its sizes are read from its section of the config, see `SECTIONS`."""
 
-    draw: Callable[..., Sample]
+    make: Callable[..., Sample]
 
     @property
     def sizes(self) -> tuple[str, ...]:
         """The names of its size parameters, with the depth if it has one."""
-        return tuple(inspect.signature(self.draw).parameters)[3:]
+        return tuple(inspect.signature(self.make).parameters)[3:]
 
     @property
     def has_depth(self) -> bool:
@@ -72,7 +72,7 @@ def cases(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -
     for number, depth in enumerate(depths):
         arguments = sizes | ({} if depth is None else {"depth": depth})
         generator = np.random.default_rng([zlib.crc32(name.encode()), length, number])
-        yield Cases(depth, tuple(task.draw(generator, vocabulary, length, **arguments) for _ in range(section.cases)))
+        yield Cases(depth, tuple(task.make(generator, vocabulary, length, **arguments) for _ in range(section.cases)))
 
 
 def lengths_of(name: str, config: EvaluateConfig, vocabulary: Vocabulary) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Texts of an exact number of tokens: an opening, filler sentences with others hidden among them, a question, answers.
 
-Every part is tokenised separately, so no token spans two parts, and lengths and positions are exact with any tokenizer.
+No token spans two parts, so lengths and positions are exact with any tokenizer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,7 +80,9 @@ def compose(
     Raises ValueError for a length that is too short for these parts and some filling.
     """
     first = [vocabulary.begin, vocabulary.tokens(opening)]
-    last = [(vocabulary.tokens(text), answer) for text, answer in ending]
+    before = ["", *(text for text, _ in ending)]
+    pairs = zip(before, ending, strict=False)
+    last = [(vocabulary.tokens(text, after if answer else ""), answer) for after, (text, answer) in pairs]
     inserted = [vocabulary.tokens(needle) for needle in needles]
     fixed = sum(map(len, first)) + sum(map(len, inserted)) + sum(len(tokens) for tokens, _ in last)
     if fixed >= length:
