@@ -21,7 +21,7 @@ from train.data.tokenizer import load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, on
-from train.evaluate.perplexity import Perplexity, check_lengths, measure
+from train.evaluate.perplexity import Perplexity, check_lengths, perplexities
 from train.evaluate.predictor import Predictor
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, task_rows
 from train.loop.fit import read_result
@@ -259,7 +259,7 @@ def measure_held_out(
     predictor: Predictor, models: Sequence[Any], config: Config, held_out: Sequence[np.ndarray]
 ) -> Iterator[list[Perplexity]]:
     """The perplexity of every one of the parameters `models` on the held-out documents, length by length."""
-    return measure(
+    return perplexities(
         predictor,
         models,
         held_out,

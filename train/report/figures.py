@@ -104,7 +104,7 @@ class Panel:
     points: Callable[[Sequence[Row], str], style.Points]
     axes: Callable[[Any], object]
 
-    def draw(self, panel: Any, **options: Any) -> None:
+    def plot_lines(self, panel: Any, **options: Any) -> None:
         """Draws the lines, with options of `style.plot`."""
         for label, look in style.looks(self.rows, self.group.labels, self.group.reference).items():
             mine = numbers.of(self.rows, label)
@@ -125,30 +125,26 @@ def draw_panels(
     panels: Sequence[Panel],
     up: str,
     *,
-    share: bool | str = True,
-    height: float = 2.6,
     title: str = "",
     text: Sequence[str] = (),
     **options: Any,
 ) -> bytes:
-    """Panels in two columns, as a PNG 1800 pixels wide; a single panel is larger.
+    """Panels with the same axes in two columns, as a PNG 1800 pixels wide; a single panel is larger.
 
     Args:
         panels: the panels, row by row.
         up: the title of the vertical axes.
-        share: which panels have the same axes: all, or those of a column by ``"col"``.
-        height: that of a row of panels, in inches, if there are several rows.
         title, text: above and below the panels.
         options: those of `style.plot`.
     """
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     below = [line for each in text for line in textwrap.wrap(each, 170)]
-    high = (5.0 if len(panels) == 1 else 4.6 if rows == 1 else 0.4 + height * rows) + 0.35 * bool(title)
+    high = (5.0 if len(panels) == 1 else 4.6 if rows == 1 else 0.4 + 2.6 * rows) + 0.35 * bool(title)
     figure = style.new_figure(style.WIDTH, high + 0.16 * len(below))
-    drawn = list(figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False).flat)
+    drawn = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     for axes, panel in zip(drawn, panels, strict=False):
-        panel.draw(axes, **options)
+        panel.plot_lines(axes, **options)
         axes.tick_params(labelleft=True, labelbottom=True)
     for axes in drawn[::columns]:
         axes.set_ylabel(up)
@@ -175,8 +171,8 @@ _MEASURES = {
 def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
     """Perplexity against length. Two measurements of a group are side by side; of more, each is shown apart."""
     rows = numbers.perplexity_rows(rows)
-    found, ticks, own = _shown_measures(rows), numbers.lengths(rows), numbers.train_length(rows)
-    low, top = style.perplexity_limits([mean for mean, *_ in _means(rows)])
+    found, ticks, own = numbers.shown_measures(rows), numbers.lengths(rows), numbers.train_length(rows)
+    low, top = style.perplexity_limits([mean for mean, *_ in _means(rows)], rows)
 
     def axes(panel: Any) -> None:
         style.length_axis(panel, "evaluation length in tokens", ticks, own)
@@ -194,17 +190,12 @@ def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
     return draw_panels(panels, "perplexity per token", title=title, text=below)
 
 
-def _shown_measures(rows: Sequence[Row]) -> list[str]:
-    """The measurements with enough windows to be drawn."""
-    return [name for name in numbers.measures(rows) if name != "last" or numbers.endings(rows) >= numbers.FEW]
-
-
 def _means(rows: Sequence[Row]) -> list[tuple[float, str, int]]:
     """(perplexity, scheme, length) of every point of the figure."""
     return [
         (point.mean, label, length)
         for label in numbers.labels(rows)
-        for measure in _shown_measures(rows)
+        for measure in numbers.shown_measures(rows)
         for length, point in numbers.curve(rows, label, measure).items()
     ]
 
@@ -229,7 +220,7 @@ def draw_by_position(rows: Sequence[Row]) -> bytes:
     }
     rows = [row for row in numbers.perplexity_rows(rows) if row["label"] in points]
     longest, own = max(numbers.positions(rows, label)[0][-1] for label in points), numbers.train_length(rows)
-    low, top = style.perplexity_limits([point.mean for each in points.values() for point in each.values()])
+    low, top = style.perplexity_limits([point.mean for each in points.values() for point in each.values()], rows)
 
     def axes(panel: Any) -> None:
         style.length_axis(panel, "tokens before, in the window", powers(longest), own)

@@ -1,9 +1,9 @@
 """Searches LongRoPE's factors for a study, once, on text that no cell reads."""
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,73 +17,58 @@ from train.config.settings.checks import check
 from train.data.sources import all_documents
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import on
-from train.evaluate.search import Effort, check_searchable, options_of, search_factors
+from train.evaluate.search import Effort, options_of, search_factors
 from train.model.build import extension_of, model_length
-
-TRIED, CHOSEN = "search", "found"
-"""The kinds of rows of a search: a rule that was tried, and the final result."""
+from train.runtime.rows import key_of
 
 Row = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Search:
-    """The search of a study.
+    """The search of a study, whose rows have the `nll` of every `rule` that was tried, and the `options` found.
 
     Args:
         config: the config of the study.
-        model_digest: the hash of the model.
-        tokens: one text of the length that is searched for, with one more token, the last target.
-        effort: the size of the search.
+        model: the hash of the model; see `digest_of_model`.
+
+    Raises ValueError for sizes or texts that allow no search.
     """
 
-    config: Config
-    model_digest: str
-    tokens: np.ndarray
-    effort: Effort
+    def __init__(self, config: Config, model: str):
+        section = config.compare.search
+        self._config, self._model, self._tokens = config, model, _search_text(config)
+        self._effort = Effort(section.population, section.iterations, config.seed)
+        self._length = len(self._tokens) - 1
+        self._scored = min(scored(config), self._length)
+
+    @cached_property
+    def _key(self) -> str:
+        """A hash of all that a rule's fitness depends on."""
+        return key_of([self._model, self._length, self._scored, self._tokens.tolist()])
 
     @property
-    def length(self) -> int:
-        """The length that factors are searched for."""
-        return len(self.tokens) - 1
-
-    @property
-    def scored(self) -> int:
-        """The number of scored tokens at the end."""
-        return min(scored(self.config), self.length)
-
-    def refusal(self, entry: SchemeConfig) -> str:
-        """Why no search is possible for an entry: the model allows none, or the extension does not fit the model."""
-        try:
-            check_searchable(self.config)
-            extension_of(self.config, with_factors(entry, {"long_factor": ()}), self.length)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """Everything that a rule's fitness depends on."""
-        digest = hashlib.sha256(np.asarray(self.tokens, np.int32).tobytes()).hexdigest()[:12]
-        return {"model": self.model_digest, "length": self.length, "scored": self.scored, "digest": digest}
+    def _result(self) -> dict[str, Any]:
+        return {"key": self._key, "effort": dataclasses.asdict(self._effort)}
 
     def known(self, rows: Sequence[Row]) -> dict[str, Any] | None:
         """The options that this search found earlier."""
-        key = {"kind": CHOSEN, "effort": dataclasses.asdict(self.effort)} | self.key
-        found = (row["options"] for row in rows if all(row.get(name) == value for name, value in key.items()))
-        return next(found, None)
+        return next((row["options"] for row in rows if self._result.items() <= row.items()), None)
 
     def run(
         self,
+        entry: SchemeConfig,
         model: nnx.Module,
         rows: Sequence[Row],
         keep: Callable[[Row], object],
         log: Callable[[str], object],
         mesh: Mesh | None = None,
     ) -> dict[str, Any]:
-        """Searches, on the model's mesh, and saves every tried rule and the result."""
-        tried = [row for row in rows if row["kind"] == TRIED and self.key.items() <= row.items()]
-        nll = {row["rule"]: row["nll"] for row in tried}
+        """Searches for an entry, on the model's mesh, and keeps every tried rule and the result.
+
+        Raises ValueError if the model allows no search, or the extension does not fit it.
+        """
+        extension_of(self._config, with_factors(entry, {"long_factor": ()}), self._length)
+        nll = {row["rule"]: row["nll"] for row in rows if row["key"] == self._key and "rule" in row}
 
         def remembered(fitness: Callable[[LongRoPE], float]) -> Callable[[LongRoPE], float]:
             def cached(rule: LongRoPE) -> float:
@@ -91,16 +76,15 @@ class Search:
                 if name not in nll:
                     nll[name] = fitness(rule)
                     log(f"{nll[name]:.4f} nats per token")
-                    keep({"kind": TRIED, **self.key, "rule": name, "nll": nll[name]})
+                    keep({"key": self._key, "rule": name, "nll": nll[name]})
                 return nll[name]
 
             return cached
 
-        arguments = (self.config, model, [self.tokens], self.length, self.effort, self.scored)
+        arguments = (self._config, model, [self._tokens], self._length, self._effort, self._scored)
         with on(mesh):
-            rule = search_factors(*arguments, remembered, mesh).rule
-        options = options_of(rule)
-        keep({"kind": CHOSEN, **self.key, "effort": dataclasses.asdict(self.effort), "options": options})
+            options = options_of(search_factors(*arguments, remembered, mesh).rule)
+        keep({**self._result, "options": options})
         return options
 
 
@@ -110,15 +94,7 @@ def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfi
     return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
 
 
-def search_of(config: Config, model_digest: str) -> Search:
-    """The search that a config names. Raises ValueError for sizes or texts that allow no search."""
-    section = config.compare.search
-    return Search(
-        config, model_digest, search_text(config), Effort(section.population, section.iterations, config.seed)
-    )
-
-
-def search_text(config: Config) -> np.ndarray:
+def _search_text(config: Config) -> np.ndarray:
     """The beginning of the longest document; cells read only its end.
 
     Raises ValueError if no document is long enough for both, and for a length that is not beyond the model's own.

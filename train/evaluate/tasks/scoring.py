@@ -32,7 +32,8 @@ def task_rows(
 
     `accuracy` is the mean over cases of the share of answers that are right, `answer_nll` the mean loss of their tokens
     in nats; `chance` is the accuracy of guessing, None if it is nearly 0. If the model refuses a length with
-    ValueError, or its logits are not finite, the rows have that as their `error`. The model is compiled once, for batches of about `batch_tokens` tokens.
+    ValueError, or its logits are not finite, the rows have that as their `error`. The model is compiled once, for
+    batches of about `batch_tokens` tokens.
     """
     groups = list(cases(name, section, vocabulary, length))
     samples = [sample for group in groups for sample in group.samples]

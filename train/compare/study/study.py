@@ -1,0 +1,240 @@
+"""A study: a released model under many extensions, in many short measurements (cells), each saved when finished."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from rich.console import Console
+
+from posjax.rotary import Rotary
+from posjax.scheme import Scheme
+from train.checkpoint.restore import restore
+from train.compare.study.cells import Cell, cells_of, digest_of_model, is_to_be_searched, read_texts, scored
+from train.compare.study.search import Search, with_factors
+from train.config import CompareConfig, Config, MeshConfig, SchemeConfig
+from train.config.settings.checks import check, unknown
+from train.evaluate.decoder import predictor_of
+from train.evaluate.mesh import mesh_for, on
+from train.evaluate.perplexity import Perplexity, perplexity_in_one_window
+from train.evaluate.tasks import Vocabulary, check_tasks, task_rows
+from train.model.build import RELEASED, Setup, check_vocabulary, model_length, scheme_of
+from train.model.extension import completed
+from train.monitor.cache import enable_compilation_cache
+from train.report.numbers import Row, of_shared_texts
+from train.runtime.allocator import keep_memory_on_cpu
+from train.runtime.lines import in_a_line
+from train.runtime.rows import append_rows, read_rows
+
+CELLS = "cells.jsonl"
+"""In the directory of a study: the rows of every finished cell, and those of searches."""
+
+
+class Study:
+    """The model under ``init``, measured under every extension of ``compare.schemes``.
+
+    Raises ValueError, before anything is computed, for a config that cannot be studied.
+    """
+
+    failures, trials = {}, ()
+
+    def __init__(self, config: Config, console: Console):
+        self._config, self._console, self._store = config, console, config.directory / CELLS
+        _check_entries(config)
+        self._chosen = _chosen_entries(config)
+        self._setup = Setup(config)
+        self._vocabulary = Vocabulary(self._setup.tokenizer)
+        check_vocabulary(self._setup)
+        check_tasks(config.evaluate, self._vocabulary)
+        self._texts, self._model = read_texts(config), digest_of_model(config)
+        self._search = self._search_of_config()
+        self._kept: list[Row] = read_rows(self._store)
+
+    @property
+    def trained_in(self) -> Path:
+        """The directory of the study, since nothing is trained."""
+        return self._config.directory
+
+    @property
+    def documents(self) -> list[np.ndarray]:
+        """The texts that are read, as tokens."""
+        return [text.tokens for text in self._texts]
+
+    def run(self) -> None:
+        """Measures the missing cells, one after the other."""
+        enable_compilation_cache(self._config.monitor.compilation_cache)
+        keep_memory_on_cpu()
+        self._mesh = mesh_for(self._config, rows=1)
+        model = restore(self._config.init.path, self._config, mesh=self._mesh)[1]
+        cells = self._cells([self._searched(entry, model) for entry in self._chosen])
+        for number, cell in enumerate(cells, start=1):
+            if not self._rows_of(cell):
+                what = cell.task or cell.text.name
+                self._say(
+                    f"[{number}/{len(cells)}] {cell.entry.label} at {cell.length:,}, {what}: {self._add(cell, model)}"
+                )
+                jax.clear_caches()  # every cell compiles its own program
+
+    def rows(self) -> list[Row]:
+        """The rows of this config's finished cells, for the report; none until a text has a loss."""
+        cells = self._cells([self._known(entry) for entry in self._config.compare.schemes])
+        found = of_shared_texts([row for cell in cells for row in self._rows_of(cell)])
+        return found if any(row.get("text") and not row["error"] for row in found) else []
+
+    def _cells(self, entries: Sequence[SchemeConfig]) -> list[Cell]:
+        return cells_of(self._config, self._model, entries, self._texts)
+
+    def _rows_of(self, cell: Cell) -> list[Row]:
+        """The rows of a cell, under its own label; none if it is not measured yet."""
+        return [{**row, "label": cell.entry.label} for row in self._kept if row["key"] == cell.key]
+
+    def _add(self, cell: Cell, model: nnx.Module) -> str:
+        """Measures a cell; the result in words. It is saved unless it is a refusal, which may not apply next time."""
+        try:
+            found = self._measured(cell, model)
+        except ValueError as error:
+            found = [_refused(cell, in_a_line(error))]
+        except jax.errors.JaxRuntimeError as error:
+            _check_memory(error)
+            found = [_refused(cell, _TOO_LARGE)]
+        found = [{**cell.columns, **row} for row in found]
+        self._kept += found
+        if all(row["error"] is None or "not finite" in row["error"] for row in found):
+            append_rows(self._store, found)
+        return _in_words(found)
+
+    def _measured(self, cell: Cell, model: nnx.Module) -> list[Row]:
+        """The numbers of a cell. Raises ValueError if the extension or the model refuses it."""
+        extend, refusal = cell.extension
+        check(not refusal, refusal)
+        scheme = scheme_of(self._config, cell.entry).extend(**extend)
+        predictor, parameters = predictor_of(model.with_scheme(scheme), self._config.seed, self._mesh)
+        with on(self._mesh):
+            if cell.text is not None:
+                window = cell.text.last(cell.length)
+                return [perplexity_in_one_window(predictor, parameters, window, scored(self._config)).as_row()]
+            section, tokens = self._config.evaluate.section(cell.task), self._config.evaluate.batch_tokens
+            arguments = (self._vocabulary, cell.task, section, cell.length, tokens)
+            return list(task_rows(predictor, parameters, *arguments))
+
+    def _search_of_config(self) -> Search | None:
+        """The search of LongRoPE's factors; None if no entry needs it, or if its text is missing and no such entry is
+        chosen."""
+        if not any(map(is_to_be_searched, self._config.compare.schemes)):
+            return None
+        try:
+            return Search(self._config, self._model)
+        except ValueError:
+            if any(map(is_to_be_searched, self._chosen)):
+                raise
+            return None
+
+    def _known(self, entry: SchemeConfig) -> SchemeConfig:
+        """The entry with the result of an earlier search."""
+        found = self._search.known(self._kept) if self._search is not None and is_to_be_searched(entry) else None
+        return entry if found is None else with_factors(entry, found)
+
+    def _searched(self, entry: SchemeConfig, model: nnx.Module) -> SchemeConfig:
+        """The entry with the result of a search; unchanged if the model allows none."""
+        known = self._known(entry)
+        if not is_to_be_searched(known):
+            return known
+        log = partial(self._log, entry)
+        try:
+            return with_factors(entry, self._search.run(entry, model, self._kept, self._keep, log, self._mesh))
+        except ValueError as refusal:
+            log(in_a_line(refusal))
+        except jax.errors.JaxRuntimeError as error:
+            _check_memory(error)
+            log(_TOO_LARGE)
+        return entry
+
+    def _keep(self, row: Row) -> None:
+        append_rows(self._store, [row])
+        self._kept.append(row)
+
+    def _log(self, entry: SchemeConfig, line: str) -> None:
+        self._say(f"{entry.label}: {line}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+
+_TOO_LARGE = "more memory is needed than this machine has"
+
+
+def _check_memory(error: jax.errors.JaxRuntimeError) -> None:
+    """Raises the error again, unless it is about too little memory."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+
+
+def _refused(cell: Cell, why: str) -> Row:
+    """The row of a cell without numbers."""
+    if cell.text is not None:
+        return Perplexity(cell.length, error=why).as_row()
+    cases = cell.config.evaluate.section(cell.task).cases
+    return {"depth": None, "accuracy": None, "answer_nll": None, "chance": None, "cases": cases, "error": why}
+
+
+def _in_words(rows: Sequence[Row]) -> str:
+    first = rows[0]
+    if first["error"]:
+        return first["error"]
+    if first.get("text"):
+        return f"{first['last_nll']:.4f} nats per token, {first['tokens_per_second']:,.0f} tokens/s"
+    return f"{np.mean([row['accuracy'] for row in rows]):.0%} right"
+
+
+# --- what cannot be studied -------------------------------------------------------------------------------------------
+
+
+def _chosen_entries(config: Config) -> list[SchemeConfig]:
+    """The extensions to measure now. Raises ValueError for an unknown label in ``compare.only``."""
+    entries, only = config.compare.schemes, config.compare.only
+    labels = [entry.label for entry in entries]
+    for label in only:
+        if label not in labels:
+            raise unknown("compare.only", label, labels, "label")
+    return [entry for entry in entries if not only or entry.label in only]
+
+
+def _check_entries(config: Config) -> None:
+    """Raises ValueError for a study without extensions, with an entry that needs training, and for other keys that only
+    a training reads."""
+    schemes = config.compare.schemes
+    check(bool(schemes), "compare.schemes is empty: list the extensions, as {name: released, extend: ...}")
+    own = config.scheme == SchemeConfig(RELEASED)
+    check(own, "scheme: a study measures the entries of compare.schemes; put what changes the model under extend there")
+    for entry in schemes:
+        _check_entry(config, entry)
+    read_by_trainings = {
+        "stages": bool(config.stages),
+        "train.mesh": config.train.mesh != MeshConfig(),
+        "compare.seeds": config.compare.seeds != CompareConfig().seeds,
+        "evaluate.stride": config.evaluate.stride != 0,
+    }
+    for name, given in read_by_trainings.items():
+        check(not given, f"{name}: a study does not read it; leave it out")
+
+
+def _check_entry(config: Config, entry: SchemeConfig) -> None:
+    """Raises ValueError, with the entry's label, if it needs training, or names what does not exist.
+
+    An existing method may still not fit this model; its cells then have an error.
+    """
+    place = f"compare.schemes: {entry.label!r}"
+    why = "is not the scheme of the model under init, so it must be trained; set train.steps, or name it released"
+    check(entry.name == RELEASED, f"{place} {why}")
+    beside = [*entry.options, *(["stage"] if entry.stage else [])]
+    why = f"{place} has {' and '.join(beside)} beside its name, which only a training reads; put slots under extend"
+    check(not beside, why)
+    change = completed(entry.extend, model_length(config), max(config.evaluate.lengths))
+    change.pop("layers", None)  # for models whose layers differ
+    try:
+        if not is_to_be_searched(entry):
+            Scheme(features=Rotary()).replace(**change)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
