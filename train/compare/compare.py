@@ -80,5 +80,5 @@ def _report(config: Config, found: Trainings | Study, console: Console) -> None:
         write_rows(config.directory / TRIALS, found.trials)
     versions = read_versions(found.trained_in)
     report.write(config.directory, rows, about(config, found.documents, versions), found.trials)
-    report.show(rows, console, [*report.updates_to_loss(rows), *report.chosen_rates(found.trials)])
+    report.show(rows, console, found.trials)
     console.print(f"{config.directory / 'index.html'} has the figure, the tables, the config and the versions.")

@@ -82,9 +82,9 @@ class Trainings:
         try:
             choice, trials = sweep(group[0], self._settings.sweep, self._run_trials)
             names = learned_positions(Setup(group[0]))
-            for trial in trials:
-                columns = {"label": base.label, **trial.choice._asdict(), "chosen": trial.choice == choice}
-                self.trials += [{**row, **columns} for row in trial.rows]
+            for tried, rows in trials.items():
+                columns = {"label": base.label, **tried._asdict(), "chosen": tried == choice}
+                self.trials += [{**row, **columns} for row in rows]
             found = [tuned(training, choice, names) for training in group]
         except ValueError as error:
             why = in_a_line(error)

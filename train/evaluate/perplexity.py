@@ -129,7 +129,6 @@ def _measure_length(
 
 
 def _measure_model(score: Callable, parameters: Any, windows: dict[str, Windows], length: int, rows: int) -> Perplexity:
-    _warm(score, parameters, rows, length)
     start = time.perf_counter()
     losses = {name: losses_of(score, parameters, each, rows) for name, each in windows.items()}
     seconds = time.perf_counter() - start
@@ -218,12 +217,6 @@ def _memory(compiled: Any) -> int | None:
     held = compiled.memory_analysis()
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
     return None if held is None else sum(getattr(held, name) for name in sizes)
-
-
-def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:
-    """One call before timing starts, because the first call allocates memory for the others."""
-    tokens, weights = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length), np.float32)
-    jax.block_until_ready(score(parameters, tokens, weights))
 
 
 def losses_of(score: Callable, parameters: Any, windows: Windows, rows: int) -> Losses:

@@ -121,6 +121,13 @@ def titled(group: Group, what: str) -> str:
     return f"{group.title}: {what}" if group.title else what.capitalize()
 
 
+def draw_groups(
+    rows: Sequence[Row], up: str, points: Callable[..., style.Points], axes: Callable, **options: Any
+) -> bytes:
+    """A panel for each group of schemes, with the same points and axes; see `Panel` and `draw_panels`."""
+    return draw_panels([Panel(group.title, rows, group, points, axes) for group in groups(rows)], up, **options)
+
+
 def draw_panels(
     panels: Sequence[Panel],
     up: str,
@@ -172,7 +179,8 @@ def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
     """Perplexity against length. Two measurements of a group are side by side; of more, each is shown apart."""
     rows = numbers.perplexity_rows(rows)
     found, ticks, own = numbers.shown_measures(rows), numbers.lengths(rows), numbers.train_length(rows)
-    low, top = style.perplexity_limits([mean for mean, *_ in _means(rows)], rows)
+    curves = [numbers.curve(rows, label, measure) for label in numbers.labels(rows) for measure in found]
+    low, top = style.perplexity_limits([point.mean for curve in curves for point in curve.values()], rows)
 
     def axes(panel: Any) -> None:
         style.length_axis(panel, "evaluation length in tokens", ticks, own)
@@ -186,28 +194,7 @@ def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
         Panel(titled(group, names[measure]), rows, group, partial(numbers.curve, measure=measure), axes)
         for group, measure in order
     ]
-    below = [text, *_above(rows, top), *numbers.notes(rows)]
-    return draw_panels(panels, "perplexity per token", title=title, text=below)
-
-
-def _means(rows: Sequence[Row]) -> list[tuple[float, str, int]]:
-    """(perplexity, scheme, length) of every point of the figure."""
-    return [
-        (point.mean, label, length)
-        for label in numbers.labels(rows)
-        for measure in numbers.shown_measures(rows)
-        for length, point in numbers.curve(rows, label, measure).items()
-    ]
-
-
-def _above(rows: Sequence[Row], top: float) -> list[str]:
-    """One line that names the largest value of every scheme that is above the top of the figure, if there are any."""
-    above: dict[str, tuple[float, str, int]] = {}
-    for point in _means(rows):
-        if point[0] > top:
-            above[point[1]] = max(point, above.get(point[1], point))
-    reached = ", ".join(f"{label} {numbers.number(mean)} at {length}" for mean, label, length in above.values())
-    return [f"Above the top of the figure: {reached}."] if above else []
+    return draw_panels(panels, "perplexity per token", title=title, text=[text, *numbers.notes(rows)])
 
 
 def draw_by_position(rows: Sequence[Row]) -> bytes:
@@ -227,9 +214,7 @@ def draw_by_position(rows: Sequence[Row]) -> bytes:
         style.perplexity_axis(panel, low, top)
         panel.set_xlim(0.9 * min(map(min, points.values())), 1.1 * longest)
 
-    return draw_panels(
-        [Panel(group.title, rows, group, _by_position, axes) for group in groups(rows)], "perplexity per token"
-    )
+    return draw_groups(rows, "perplexity per token", _by_position, axes)
 
 
 def _by_position(rows: Sequence[Row], label: str) -> dict[float, Estimate]:
@@ -268,8 +253,7 @@ def draw_training(rows: Sequence[Row]) -> bytes:
     def training(mine: Sequence[Row], label: str) -> style.Points:
         return numbers.trainings(mine).get(label, {})
 
-    panels = [Panel(group.title, rows, group, training, axes) for group in groups(rows)]
-    return draw_panels(panels, "held-out loss, nats per token")
+    return draw_groups(rows, "held-out loss, nats per token", training, axes)
 
 
 def draw_reached(rows: Sequence[Row]) -> bytes:
@@ -284,8 +268,8 @@ def draw_reached(rows: Sequence[Row]) -> bytes:
     def share(_: Sequence[Row], label: str) -> style.Points:
         return survival(found[label], most)
 
-    panels = [Panel(group.title, rows, group, share, axes) for group in groups(rows)]
-    return draw_panels(panels, f"share of seeds not below {loss:g}", drawstyle="steps-post", marker="", linestyle="-")
+    steps = {"drawstyle": "steps-post", "marker": "", "linestyle": "-"}
+    return draw_groups(rows, f"share of seeds not below {loss:g}", share, axes, **steps)
 
 
 def survival(updates: Sequence[int | None], most: int) -> dict[int, Estimate]:

@@ -13,12 +13,9 @@ from train.report import figures, numbers
 from train.report.numbers import Row
 from train.report.tables import (
     Table,
-    chosen_rates,
     counted_seeds,
-    every_trial,
     findings,
     tables,
-    updates_to_loss,
 )
 
 INDEX, FIGURE = "index.html", "figure.png"
@@ -65,11 +62,11 @@ def write(directory: Path, rows: Sequence[Row], about: About, trials: Sequence[R
     (directory / INDEX).write_text(render(rows, drawn, about, trials), encoding="utf-8")
 
 
-def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> None:
-    """Prints the findings, the tables, further tables, and notes on a `rich.console.Console`."""
+def show(rows: Sequence[Row], console: Any, trials: Sequence[Row] = ()) -> None:
+    """Prints the findings, the tables, and notes on a `rich.console.Console`."""
     for sentence in findings(rows):
         console.print(sentence, markup=False, highlight=False)
-    for each in [*tables(rows), *others]:
+    for each in tables(rows, trials):
         each.show(console)
     for note in numbers.notes(rows):
         console.print(note, markup=False, highlight=False)
@@ -83,7 +80,7 @@ def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trial
     return template.render(
         about=about,
         pictures=pictures,
-        tables=[*tables(rows), *updates_to_loss(rows), *chosen_rates(trials), *every_trial(trials)],
+        tables=tables(rows, trials),
         versions=versions,
         findings=findings(rows),
         notes=[*counted_seeds(rows), *numbers.notes(rows)],

@@ -71,16 +71,18 @@ _TITLES = {
 }
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """Perplexity at each length, by every measure; differences; the cost of training; and accuracy on tasks."""
+def tables(rows: Sequence[Row], trials: Sequence[Row] = ()) -> list[Table]:
+    """Perplexity at each length, by every measure; differences; costs; accuracy on tasks; the updates until a loss, and
+    the rates that `trials` chose."""
     perplexities = numbers.perplexity_rows(rows)
     return [
         *(_perplexities(perplexities, measure) for measure in numbers.measures(perplexities)),
         *_differences(perplexities),
         *_costs(perplexities),
-        *_times(perplexities),
         *_passes(perplexities),
         *(_accuracies(name, mine) for name, mine in numbers.tasks(rows).items()),
+        *updates_to_loss(rows),
+        *chosen_rates(trials),
     ]
 
 
@@ -145,45 +147,14 @@ def _costs(rows: Sequence[Row]) -> list[Table]:
     mine = numbers.grouped([row for row in alone if row["length"] == numbers.lengths(alone)[0]], "label")
     speeds = {label: numbers.estimate(row["train_tokens_per_second"] for row in found) for label, found in mine.items()}
     memory = {label: numbers.estimate(row.get("peak_memory_bytes") for row in found) for label, found in mine.items()}
-    columns = {
-        "training tokens/s": _alike(speeds, max, whole),
-        "training peak MiB": _alike(memory, min, lambda size: whole(size / 2**20)),
-    }
-    known = {name: cells for name, cells in columns.items() if set(cells.values()) != {"-"}}
-    meaning = _ALIKE if numbers.seeds(alone) > 1 else _SINGLE
-    body = {label: [cells[label] for cells in known.values()] for label in mine}
+    columns = {"training tokens/s": (speeds, whole), "training peak MiB": (memory, lambda size: whole(size / 2**20))}
+    known = {name: column for name, column in columns.items() if any(column[0].values())}
+    meaning = "mean and spread over seeds" if numbers.seeds(alone) > 1 else _SINGLE
+    body = {label: [shown(values[label], written) for values, written in known.values()] for label in mine}
     return [table(f"Cost of training, each in a process of its own ({meaning})", list(known), body)]
 
 
-_ALIKE = "≈ is as good as the best, within the spreads of the two"
 _SINGLE = "single runs, which vary by some ten percent under other load on the machine"
-
-
-def _alike(values: Mapping[str, Estimate | None], best: Callable, written: Format) -> dict[str, str]:
-    """Every value as text, with a sign if it is as good as the best."""
-    top = best(filter(None, values.values()), key=lambda value: value.mean, default=None)
-    return {label: _mark(value, top) + shown(value, written) for label, value in values.items()}
-
-
-def _mark(value: Estimate | None, best: Estimate | None) -> str:
-    """A sign for values that differ from the best by less than the standard deviation of such differences."""
-    if value is None or value is best or value.spread is None or best.spread is None:
-        return ""
-    return "≈ " if abs(value.mean - best.mean) <= math.hypot(value.spread, best.spread) else ""
-
-
-def _times(rows: Sequence[Row]) -> list[Table]:
-    """What the wall-clock time of training was spent on, if it is known."""
-    found = numbers.grouped([row for row in rows if row.get("train_seconds")], "label")
-    kinds = list(dict.fromkeys(kind for mine in found.values() for row in mine for kind in row["train_seconds"]))
-
-    def share(mine: Sequence[Row], kind: str) -> str:
-        return percent(
-            statistics.fmean(row["train_seconds"][kind] / sum(row["train_seconds"].values()) for row in mine)
-        )
-
-    body = {label: [share(mine, kind) for kind in kinds] for label, mine in found.items()}
-    return [table("Time of training in % of the wall-clock: steps are the goodput", kinds, body)] if body else []
 
 
 def _passes(rows: Sequence[Row]) -> list[Table]:
@@ -253,21 +224,6 @@ def _choice(trials: Sequence[Row]) -> tuple[str, ...]:
     return f"{rate:.3g}", f"{factor:.3g}", f"{best:.4f}", second, str(len(tried))
 
 
-def every_trial(trials: Sequence[Row]) -> list[Table]:
-    """The perplexities of every trial; empty without trials."""
-    measured = numbers.lengths([row for row in trials if "length" in row])
-    body = []
-    for label, mine in numbers.grouped(trials, "label").items():
-        for (rate, factor), rows in sorted(numbers.grouped(mine, "learning_rate", "position_factor").items()):
-            found = {row.get("length"): row.get("window_perplexity") for row in rows}
-            cells = (numbers.number(found[n]) if found.get(n) else "-" for n in measured)
-            mark = "chosen" if rows[0]["chosen"] else rows[0]["error"] or ""
-            body.append((label, f"{rate:.3g}", f"{factor:.3g}", *cells, mark))
-    header = ("scheme", "learning rate", "factor for positions", *map(str, measured), "")
-    title = "Every trial: perplexity over whole windows of the text of the trials"
-    return [Table(title, header, tuple(body))] if body else []
-
-
 # --- findings ---------------------------------------------------------------------------------------------------------
 
 
@@ -335,17 +291,15 @@ def _distance(rows: Sequence[Row], best: str, second: str, length: int) -> str:
 
 def _on_few_windows(rows: Sequence[Row]) -> list[str]:
     """The curves that are omitted because too few windows were measured."""
-    found = []
-    if any(row.get("last_tokens") for row in rows) and "last" not in numbers.shown_measures(rows):
-        windows = f"{numbers.endings(rows)} windows, of which the table has the numbers"
-        found.append(f"the last {numbers.last_length(rows)} tokens ({windows})")
-    if any(row.get("position_ends") for row in rows) and not any(
-        numbers.positions(rows, label)[0] for label in numbers.labels(rows)
-    ):
-        found.append("perplexity by position")
+    last = f"the last {numbers.last_length(rows)} tokens ({numbers.endings(rows)} windows, see the table)"
+    placed = any(numbers.positions(rows, label)[0] for label in numbers.labels(rows))
+    omitted = {
+        last: any(row.get("last_tokens") for row in rows) and "last" not in numbers.shown_measures(rows),
+        "perplexity by position": any(row.get("position_ends") for row in rows) and not placed,
+    }
+    what = " and ".join(name for name, is_so in omitted.items() if is_so)
     least = f"a curve takes {numbers.FEW}, and a point by position {numbers.FEW_TOKENS} tokens"
-    what = " and ".join(found)
-    return [f"No curve is shown of {what}: too few windows were measured ({least})."] if found else []
+    return [f"No curve is shown of {what}: too few windows were measured ({least})."] if what else []
 
 
 def _on_guesses(rows: Sequence[Row]) -> list[str]:

@@ -152,7 +152,7 @@ def test_factors_are_searched_on_text_that_no_cell_reads(values, study):
     assert 4 <= len(tried) <= 6
     (row, _) = (r for r in rows if r.get("text") and r["label"] == "LongRoPE" and r["length"] == 64)
     best = min(tried, key=lambda r: r["nll"])
-    assert row["extend"]["frequencies"]["long_factor"] == json.loads(best["rule"])[0]
+    assert row["extend"]["frequencies"]["long_factor"] == best["rule"][0]
     document = load_tokenizer(parse(values).data).tokens(b"This is two. " + TEXT.encode() * 40)
     read = read_texts(parse(values))
     assert [text.name.rpartition("/")[2] for text in read] == ["two.txt", "one.txt"]
@@ -175,7 +175,7 @@ def test_what_is_finished_is_not_done_again(values, study, tmp_path):
     after = read_rows(directory / CELLS)
     assert after[: len(kept)] == kept
     (found,) = (row for row in after if "options" in row)
-    assert found["options"]["long_factor"] == json.loads(tried[-1]["rule"])[0]
+    assert found["options"]["long_factor"] == tried[-1]["rule"][0]
     assert {row.get("label", "LongRoPE") for row in after[len(kept) :]} == {"LongRoPE"}
 
 

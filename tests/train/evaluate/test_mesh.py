@@ -169,7 +169,7 @@ def test_a_device_keeps_its_share_of_the_tokens_seen():
     """The cache of a long prompt takes most of the memory of decoding."""
     model = nnx.eval_shape(lambda: decoder(pj.scheme("rope"), **LARGE | {"num_layers": 4}))
     where = mesh("all")
-    predictor, parameters = predictor_of(model, 0, where)
+    _, parameters = predictor_of(model, 0, where)
     prompts = jax.ShapeDtypeStruct((2, 4000), jnp.int32)
     graph, ready = to_decode(model, where)
 

@@ -13,7 +13,7 @@ from train.data.tokenizer import ByteTokenizer
 from train.evaluate.decoder import predictor_of
 from train.evaluate.generate import SamplingOptions, tokens_after
 from train.evaluate.predictor import Predictor
-from train.evaluate.tasks import TASKS, Vocabulary, cases, task_rows
+from train.evaluate.tasks import TASKS, Vocabulary, cases, sizes_of, task_rows
 
 BYTES = Vocabulary(ByteTokenizer())
 CONFIG = EvaluateConfig()
@@ -31,17 +31,17 @@ def knowing(parameters, tokens, length):
     return certain(jnp.where(jnp.isin(ahead, parameters), (ahead + 1) % 256, ahead))
 
 
-def measured(hidden, name, length=600, parameters=None, batch_tokens=4096, config=CONFIG):
+def measured(hidden, name, length=600, parameters=None, config=CONFIG):
     parameters = jnp.array([], jnp.int32) if parameters is None else parameters
     predictor = Predictor(hidden, lambda parameters, hidden: hidden)
-    return list(task_rows(predictor, parameters, BYTES, name, config.section(name), length, batch_tokens))
+    return list(task_rows(predictor, parameters, BYTES, config, name, length))
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_model_that_knows_every_token_has_all_answers_right(name):
     rows = measured(knowing, name)
     assert [row["accuracy"] for row in rows] == [1.0] * len(rows)
-    depths = np.linspace(0, 1, 5).tolist() if TASKS[name].has_depth else [None]
+    depths = np.linspace(0, 1, 5).tolist() if "depth" in sizes_of(name) else [None]
     assert [row["depth"] for row in rows] == depths
     assert {row["cases"] for row in rows} == {20}
     assert {(row["task"], row["length"], row["error"]) for row in rows} == {(name, 600, None)}

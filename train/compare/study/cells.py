@@ -130,13 +130,9 @@ def digest_of_model(config: Config) -> str:
     """
     location = config.init.path
     files, root = open_location(location)
-    names = [root] if is_gguf(location) else sorted(filter(_is_weights, files.ls(root, detail=False)))
+    names = [root] if is_gguf(location) else sorted(files.glob(f"{root}/*.safetensors"))
     marks = [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
     return key_of([config.init.values, config.model.compute_dtype, load_tokenizer(config.data).identity, marks])
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(".safetensors")
 
 
 def _file_digest(name: str) -> str:

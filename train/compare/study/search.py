@@ -1,8 +1,7 @@
 """Searches LongRoPE's factors for a study, once, on text that no cell reads."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,76 +21,71 @@ from train.model.build import extension_of, model_length
 from train.runtime.rows import key_of
 
 Row = Mapping[str, Any]
+Once = Callable[[str, Callable[[], Row]], Row]
+"""Gives the row with a key that was kept, or else makes and keeps it."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Search:
-    """The search of a study, whose rows have the `nll` of every `rule` that was tried, and the `options` found.
+    """The search of a study.
 
     Args:
         config: the config of the study.
         model: the hash of the model; see `digest_of_model`.
-
-    Raises ValueError for sizes or texts that allow no search.
+        tokens: the text of the length that is searched for, with one more token, the last target.
+        effort: the size of the search.
     """
 
-    def __init__(self, config: Config, model: str):
-        section = config.compare.search
-        self._config, self._model, self._tokens = config, model, _search_text(config)
-        self._effort = Effort(section.population, section.iterations, config.seed)
-        self._length = len(self._tokens) - 1
-        self._scored = min(scored(config), self._length)
+    config: Config
+    model: str
+    tokens: np.ndarray
+    effort: Effort
 
     @cached_property
-    def _key(self) -> str:
-        """A hash of all that a rule's fitness depends on."""
-        return key_of([self._model, self._length, self._scored, self._tokens.tolist()])
+    def key(self) -> str:
+        """A hash of all that the factors depend on: that of their row, whose `options` they are."""
+        return key_of([dataclasses.asdict(self.effort), *self._of_a_rule])
 
     @property
-    def _result(self) -> dict[str, Any]:
-        return {"key": self._key, "effort": dataclasses.asdict(self._effort)}
-
-    def known(self, rows: Sequence[Row]) -> dict[str, Any] | None:
-        """The options that this search found earlier."""
-        return next((row["options"] for row in rows if self._result.items() <= row.items()), None)
+    def _of_a_rule(self) -> list[Any]:
+        """All that a rule's fitness depends on."""
+        return [self.model, scored(self.config), self.tokens.tolist()]
 
     def run(
-        self,
-        entry: SchemeConfig,
-        model: nnx.Module,
-        rows: Sequence[Row],
-        keep: Callable[[Row], object],
-        log: Callable[[str], object],
-        mesh: Mesh | None = None,
+        self, entry: SchemeConfig, model: nnx.Module, once: Once, log: Callable[[str], object], mesh: Mesh | None
     ) -> dict[str, Any]:
-        """Searches for an entry, on the model's mesh, and keeps every tried rule and the result.
+        """Searches for an entry, on the model's mesh; every rule that is tried has a row, with its `nll`.
 
         Raises ValueError if the model allows no search, or the extension does not fit it.
         """
-        extension_of(self._config, with_factors(entry, {"long_factor": ()}), self._length)
-        nll = {row["rule"]: row["nll"] for row in rows if row["key"] == self._key and "rule" in row}
+        length = len(self.tokens) - 1
+        extension_of(self.config, with_factors(entry, {"long_factor": ()}), length)
 
         def remembered(fitness: Callable[[LongRoPE], float]) -> Callable[[LongRoPE], float]:
             def cached(rule: LongRoPE) -> float:
-                name = json.dumps([rule.long_factor, rule.unscaled_first])
-                if name not in nll:
-                    nll[name] = fitness(rule)
-                    log(f"{nll[name]:.4f} nats per token")
-                    keep({"key": self._key, "rule": name, "nll": nll[name]})
-                return nll[name]
+                tried = [rule.long_factor, rule.unscaled_first]
+                row = once(key_of([tried, *self._of_a_rule]), lambda: {"rule": tried, "nll": fitness(rule)})
+                log(f"{row['nll']:.4f} nats per token")
+                return row["nll"]
 
             return cached
 
-        arguments = (self._config, model, [self._tokens], self._length, self._effort, self._scored)
+        arguments = (self.config, model, [self.tokens], length, self.effort, min(scored(self.config), length))
         with on(mesh):
-            options = options_of(search_factors(*arguments, remembered, mesh).rule)
-        keep({**self._result, "options": options})
-        return options
+            return options_of(search_factors(*arguments, remembered, mesh).rule)
 
 
 def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfig:
     """The entry that needed a search, with the options that the search found."""
     change = entry.extend["frequencies"]
     return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
+
+
+def search_of(config: Config, model: str) -> Search:
+    """The search that a config names. Raises ValueError for sizes or texts that allow no search."""
+    section = config.compare.search
+    effort = Effort(section.population, section.iterations, config.seed)
+    return Search(config, model, _search_text(config), effort)
 
 
 def _search_text(config: Config) -> np.ndarray:
@@ -108,6 +102,6 @@ def _search_text(config: Config) -> np.ndarray:
     check(
         len(tokens) > span + length + 1,
         f"compare.search: no document has {span + length + 2} tokens, for a search of LongRoPE's factors at {length} "
-        f"beside a text of {span}; name longer ones, or leave it out by compare.only",
+        f"beside a text of {span}; name longer ones, or leave LongRoPE out",
     )
     return np.asarray(tokens[: length + 1], np.int32)

@@ -1,7 +1,6 @@
 """A study: a released model under many extensions, in many short measurements (cells), each saved when finished."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ from posjax.rotary import Rotary
 from posjax.scheme import Scheme
 from train.checkpoint.restore import restore
 from train.compare.study.cells import Cell, cells_of, digest_of_model, is_to_be_searched, read_texts, scored
-from train.compare.study.search import Search, with_factors
+from train.compare.study.search import search_of, with_factors
 from train.config import CompareConfig, Config, MeshConfig, SchemeConfig
 from train.config.settings.checks import check, unknown
 from train.evaluate.decoder import predictor_of
@@ -49,7 +48,8 @@ class Study:
         check_vocabulary(self._setup)
         check_tasks(config.evaluate, self._vocabulary)
         self._texts, self._model = read_texts(config), digest_of_model(config)
-        self._search = self._search_of_config()
+        searched = any(map(is_to_be_searched, config.compare.schemes))
+        self._search = search_of(config, self._model) if searched else None
         self._kept: list[Row] = read_rows(self._store)
 
     @property
@@ -94,11 +94,8 @@ class Study:
         """Measures a cell; the result in words. It is saved unless it is a refusal, which may not apply next time."""
         try:
             found = self._measured(cell, model)
-        except ValueError as error:
-            found = [_refused(cell, in_a_line(error))]
-        except jax.errors.JaxRuntimeError as error:
-            _check_memory(error)
-            found = [_refused(cell, _TOO_LARGE)]
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            found = [_refused(cell, _refusal(error))]
         found = [{**cell.columns, **row} for row in found]
         self._kept += found
         if all(row["error"] is None or "not finite" in row["error"] for row in found):
@@ -115,60 +112,51 @@ class Study:
             if cell.text is not None:
                 window = cell.text.last(cell.length)
                 return [perplexity_in_one_window(predictor, parameters, window, scored(self._config)).as_row()]
-            section, tokens = self._config.evaluate.section(cell.task), self._config.evaluate.batch_tokens
-            arguments = (self._vocabulary, cell.task, section, cell.length, tokens)
+            arguments = (self._vocabulary, self._config.evaluate, cell.task, cell.length)
             return list(task_rows(predictor, parameters, *arguments))
-
-    def _search_of_config(self) -> Search | None:
-        """The search of LongRoPE's factors; None if no entry needs it, or if its text is missing and no such entry is
-        chosen."""
-        if not any(map(is_to_be_searched, self._config.compare.schemes)):
-            return None
-        try:
-            return Search(self._config, self._model)
-        except ValueError:
-            if any(map(is_to_be_searched, self._chosen)):
-                raise
-            return None
 
     def _known(self, entry: SchemeConfig) -> SchemeConfig:
         """The entry with the result of an earlier search."""
-        found = self._search.known(self._kept) if self._search is not None and is_to_be_searched(entry) else None
-        return entry if found is None else with_factors(entry, found)
+        if self._search is None or not is_to_be_searched(entry):
+            return entry
+        found = [row["options"] for row in self._kept if row["key"] == self._search.key]
+        return with_factors(entry, found[0]) if found else entry
 
     def _searched(self, entry: SchemeConfig, model: nnx.Module) -> SchemeConfig:
         """The entry with the result of a search; unchanged if the model allows none."""
-        known = self._known(entry)
-        if not is_to_be_searched(known):
-            return known
-        log = partial(self._log, entry)
+        if not is_to_be_searched(self._known(entry)):
+            return self._known(entry)
+
+        def log(line: str) -> None:
+            self._say(f"{entry.label}: {line}")
+
         try:
-            return with_factors(entry, self._search.run(entry, model, self._kept, self._keep, log, self._mesh))
-        except ValueError as refusal:
-            log(in_a_line(refusal))
-        except jax.errors.JaxRuntimeError as error:
-            _check_memory(error)
-            log(_TOO_LARGE)
+            options = self._search.run(entry, model, self._once, log, self._mesh)
+            return with_factors(entry, self._once(self._search.key, lambda: {"options": options})["options"])
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            log(_refusal(error))
         return entry
 
-    def _keep(self, row: Row) -> None:
-        append_rows(self._store, [row])
-        self._kept.append(row)
-
-    def _log(self, entry: SchemeConfig, line: str) -> None:
-        self._say(f"{entry.label}: {line}")
+    def _once(self, key: str, make: Callable[[], Row]) -> Row:
+        """The row with a key that was kept, or else makes and keeps it."""
+        found = [row for row in self._kept if row["key"] == key]
+        if not found:
+            found = [{"key": key, **make()}]
+            self._kept += found
+            append_rows(self._store, found)
+        return found[0]
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False)
 
 
-_TOO_LARGE = "more memory is needed than this machine has"
-
-
-def _check_memory(error: jax.errors.JaxRuntimeError) -> None:
-    """Raises the error again, unless it is about too little memory."""
+def _refusal(error: ValueError | jax.errors.JaxRuntimeError) -> str:
+    """Why a cell has no number, or a search no result. Raises the error again if it is one of the program."""
+    if isinstance(error, ValueError):
+        return in_a_line(error)
     if "RESOURCE_EXHAUSTED" not in str(error):
         raise error
+    return "more memory is needed than this machine has"
 
 
 def _refused(cell: Cell, why: str) -> Row:

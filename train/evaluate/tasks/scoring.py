@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from train.config.settings.evaluate import TaskConfig
+from train.config.settings.evaluate import EvaluateConfig
 from train.evaluate.mesh import whole
 from train.evaluate.predictor import NOT_FINITE, Predictor, next_at
 from train.evaluate.tasks.registry import Cases, cases
@@ -23,22 +23,21 @@ def task_rows(
     predictor: Predictor,
     parameters: Any,
     vocabulary: Vocabulary,
+    config: EvaluateConfig,
     name: str,
-    section: TaskConfig,
     length: int,
-    batch_tokens: int,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of results for the task at this length, or one for each of its depths.
 
     `accuracy` is the mean over cases of the share of answers that are right, `answer_nll` the mean loss of their tokens
     in nats; `chance` is the accuracy of guessing, None if it is nearly 0. If the model refuses a length with
     ValueError, or its logits are not finite, the rows have that as their `error`. The model is compiled once, for
-    batches of about `batch_tokens` tokens.
+    batches of about ``evaluate.batch_tokens`` tokens.
     """
-    groups = list(cases(name, section, vocabulary, length))
+    groups = list(cases(name, config.section(name), vocabulary, length))
     samples = [sample for group in groups for sample in group.samples]
     try:
-        found, error = _answered(predictor, parameters, samples, batch_tokens // length), _NO_LOGITS
+        found, error = _answered(predictor, parameters, samples, config.batch_tokens // length), _NO_LOGITS
     except ValueError as refusal:
         found, error = np.full((len(samples), 2), np.nan), in_a_line(refusal)
     for group, part in zip(groups, np.split(found, len(groups)), strict=True):

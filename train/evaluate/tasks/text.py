@@ -3,7 +3,7 @@
 No token spans two parts, so lengths and positions are exact with any tokenizer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -38,6 +38,14 @@ def drawn(generator: np.random.Generator, sentences: Sequence[str] = IDLE) -> It
     """The sentences in random order, endlessly: all of them once, then again in another order."""
     while True:
         yield from (sentences[index] for index in generator.permutation(len(sentences)))
+
+
+def different(count: int, draw_one: Callable[[], str]) -> list[str]:
+    """This many different draws, in the order of drawing."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw_one()] = None
+    return list(found)
 
 
 def filling(vocabulary: Vocabulary, sentences: Iterator[str], size: int) -> list[Tokens]:
