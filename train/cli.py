@@ -151,14 +151,12 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
         from train.lab.schedule.costs import write_costs
 
         write_costs(config.schedule, costs)
-    if schedule is not None or costs is not None:
-        return
-    if config.gpu is None:
+    if schedule is None and costs is None and config.gpu is None:
         bench(config)
-        return
-    from train.lab.gpu.bench import bench_gpu
+    elif schedule is None and costs is None:
+        from train.lab.gpu.bench import bench_gpu
 
-    bench_gpu(config.gpu, config.directory)
+        bench_gpu(config.gpu, config.directory)
 
 
 def plan(

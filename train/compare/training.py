@@ -14,6 +14,7 @@ from train.config import Config, parse, to_dict
 from train.evaluate.saved import SavedRun, evaluation_documents, measure_runs
 from train.loop.fit import Diverged, fit
 from train.loop.together import fit_together
+from train.model.build import Setup
 from train.runtime.lines import in_a_line
 from train.runtime.rows import key_of, read_rows, write_rows
 
@@ -34,7 +35,7 @@ def run(configs: Sequence[Config], trials: bool, alone: bool) -> None:
     failed = _train(configs, trials, alone)
     done = [config for config in configs if config not in failed]
     if done:
-        held_out, entries = evaluation_documents(done[0], trials), done[0].compare.schemes
+        held_out, entries = evaluation_documents(Setup(done[0]), trials), done[0].compare.schemes
         runs = [SavedRun(config.directory, config) for config in done]
         found = measure_runs(runs, held_out, entries, log=partial(print, flush=True) if alone else lambda _: None)
         for config, rows in zip(done, found, strict=True):

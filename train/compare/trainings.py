@@ -44,9 +44,10 @@ class Trainings:
             for group in self._groups:
                 _refuse_others(group)
         # Encoded here once, for all trainings.
-        self.documents = evaluation_documents(replace(config, output=str(config.directory)))
+        setup = Setup(replace(config, output=str(config.directory)))
+        self.documents = evaluation_documents(setup)
         if self._sweeps:
-            evaluation_documents(config, trials=True)
+            evaluation_documents(setup, trials=True)
 
     @property
     def count(self) -> int:

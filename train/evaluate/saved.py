@@ -49,7 +49,7 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     models without a perplexity and for held-out documents that are too short.
     """
     config = config_of(directory, overrides)
-    held_out = evaluation_documents(config)
+    held_out = evaluation_documents(Setup(config))
     target = results_of(directory, config)
     label, entry = _labels(directory, config)
     [rows] = measure_runs([SavedRun(directory, config, label)], held_out, [entry])
@@ -76,7 +76,6 @@ def _tell(
     target: Path, config: Config, held_out: Sequence[np.ndarray], rows: list[report.Row], console: Console
 ) -> None:
     """Writes and shows rows, with those of earlier evaluations on the same text under other labels."""
-    target.mkdir(parents=True, exist_ok=True)
     new, key = {row["label"] for row in rows}, rows[0]["key"]
     earlier = [row for row in read_rows(target / EVALUATION) if row["label"] not in new and row.get("key") == key]
     rows = [*earlier, *rows]
@@ -201,7 +200,7 @@ def last_length(config: Config) -> int:
     return min(shortest, *(stage.train.length for stage in config.every_stage))
 
 
-def evaluation_documents(config: Config, trials: bool = False) -> list[np.ndarray]:
+def evaluation_documents(setup: Setup, trials: bool = False) -> list[np.ndarray]:
     """The held-out documents as tokens: those for reports, or those by which `trials` are compared.
 
     If ``compare.sweep`` has trials, every second document is for trials, and reports use only the others.
@@ -209,8 +208,8 @@ def evaluation_documents(config: Config, trials: bool = False) -> list[np.ndarra
     Raises ValueError if a model of this config cannot be measured on them at ``evaluate.lengths``, or on the tasks of
     ``evaluate.tasks``.
     """
+    config = setup.config
     check_causal(config)
-    setup = Setup(config)
     check_vocabulary(setup)
     check_tasks(config.evaluate, Vocabulary(setup.tokenizer))
     held_out = held_out_documents(config)

@@ -116,11 +116,6 @@ class Panel:
         panel.set_title(self.title, fontsize=11, loc="left")
 
 
-def titled(group: Group, what: str) -> str:
-    """The title of a panel: the group's, if there are several, and what is drawn."""
-    return f"{group.title}: {what}" if group.title else what.capitalize()
-
-
 def draw_groups(
     rows: Sequence[Row], up: str, points: Callable[..., style.Points], axes: Callable, **options: Any
 ) -> bytes:
@@ -190,10 +185,10 @@ def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
     order = [(group, measure) for group in groups(rows) for measure in found]
     if len(found) > 2:
         order.sort(key=lambda pair: found.index(pair[1]))
-    panels = [
-        Panel(titled(group, names[measure]), rows, group, partial(numbers.curve, measure=measure), axes)
-        for group, measure in order
-    ]
+    panels = []
+    for group, measure in order:
+        what = f"{group.title}: {names[measure]}" if group.title else names[measure].capitalize()
+        panels.append(Panel(what, rows, group, partial(numbers.curve, measure=measure), axes))
     return draw_panels(panels, "perplexity per token", title=title, text=[text, *numbers.notes(rows)])
 
 

@@ -133,8 +133,8 @@ def seeds(rows: Sequence[Row]) -> int:
 
 
 def texts(rows: Sequence[Row]) -> list[str]:
-    """The texts of a study, in order; empty for rows that are over all of the text."""
-    return list(dict.fromkeys(row["text"] for row in rows if row.get("text")))
+    """The texts of a study that were read, in order; empty for rows that are over all of the text."""
+    return list(dict.fromkeys(row["text"] for row in rows if row.get("text") and not row["error"]))
 
 
 def of_shared_texts(rows: Sequence[Row]) -> list[Row]:

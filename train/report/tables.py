@@ -81,7 +81,7 @@ def tables(rows: Sequence[Row], trials: Sequence[Row] = ()) -> list[Table]:
         *_costs(perplexities),
         *_passes(perplexities),
         *(_accuracies(name, mine) for name, mine in numbers.tasks(rows).items()),
-        *updates_to_loss(rows),
+        *updates_to_loss(perplexities),
         *chosen_rates(trials),
     ]
 

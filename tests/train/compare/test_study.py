@@ -26,7 +26,7 @@ from train.evaluate.decoder import predictor_of
 from train.evaluate.perplexity import perplexity_in_one_window
 from train.evaluate.predictor import next_nll
 from train.evaluate.tasks import Vocabulary, cases
-from train.model.build import evaluated_scheme
+from train.model.build import Setup, evaluated_scheme
 from train.model.extension import completed
 from train.runtime.rows import read_rows
 
@@ -108,7 +108,7 @@ def log_probabilities(decoder, tokens):
 
 def test_the_losses_are_those_of_the_extended_model(released, values, study):
     rows = read_rows(study[0] / RESULTS)
-    text = read_texts(parse(values))[0]
+    text = read_texts(Setup(parse(values)))[0]
     for label, extend in (("as released", {}), ("YaRN", {"frequencies": pj.rotary.YaRN(2.0, LENGTH, base=500.0)})):
         decoder = released[1].with_scheme(released[1].config.scheme.extend(**extend))
         tokens = text.last(64)
@@ -154,7 +154,7 @@ def test_factors_are_searched_on_text_that_no_cell_reads(values, study):
     best = min(tried, key=lambda r: r["nll"])
     assert row["extend"]["frequencies"]["long_factor"] == best["rule"][0]
     document = load_tokenizer(parse(values).data).tokens(b"This is two. " + TEXT.encode() * 40)
-    read = read_texts(parse(values))
+    read = read_texts(Setup(parse(values)))
     assert [text.name.rpartition("/")[2] for text in read] == ["two.txt", "one.txt"]
     np.testing.assert_array_equal(read[0].last(64), document[-65:])
     np.testing.assert_array_equal(read[0].last(16), document[-17:])
@@ -192,7 +192,8 @@ def test_more_extensions_are_added_and_the_report_is_of_the_config_alone(values,
 
 
 def keys(config):
-    cells = cells_of(config, digest_of_model(config), config.compare.schemes[:2], read_texts(config))
+    setup = Setup(config)
+    cells = cells_of(setup, digest_of_model(setup), config.compare.schemes[:2], read_texts(setup))
     return {cell.key for cell in cells}
 
 
@@ -208,7 +209,7 @@ def test_another_option_text_or_model_is_another_cell(released, values, study, t
         assert known.isdisjoint(keys(parse({**values, "evaluate": EVALUATE, **change})))
     shutil.copytree(released[0], tmp_path / "tiny")
     moved = parse({**values, "init": str(tmp_path / "tiny")})
-    assert digest_of_model(moved) == digest_of_model(parse(values))
+    assert digest_of_model(Setup(moved)) == digest_of_model(Setup(parse(values)))
     shutil.rmtree(tmp_path / "tiny")
     (tmp_path / "tiny").mkdir()
     write_released(tmp_path / "tiny", seed=1)
@@ -234,7 +235,7 @@ def test_texts_begin_as_the_tokenizer_begins_them(released, values, tmp_path):
     tokenizer = Tokenizer.from_file(place)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(place)
-    begun, plain = (read_texts(parse({**values, "init": str(p)}))[0] for p in (tmp_path / "tiny", released[0]))
+    begun, plain = (read_texts(Setup(parse({**values, "init": str(p)})))[0] for p in (tmp_path / "tiny", released[0]))
     for length in (16, 64):
         np.testing.assert_array_equal(begun.last(length), [0, *plain.last(length)[1:]])
 

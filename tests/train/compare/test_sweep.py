@@ -13,6 +13,7 @@ from train.compare.sweep import Choice, sweep, trial_config, tuned
 from train.compare.training import DIVERGED
 from train.config import parse
 from train.evaluate.saved import evaluate, evaluation_documents
+from train.model.build import Setup
 from train.report.numbers import training_length_loss
 from train.runtime.rows import read_rows
 
@@ -117,12 +118,12 @@ def values(tmp_path):
 
 def test_nothing_is_reported_on_the_text_of_the_trials(values):
     swept = parse(values)
-    documents = evaluation_documents(swept), evaluation_documents(swept, trials=True)
+    documents = evaluation_documents(Setup(swept)), evaluation_documents(Setup(swept), trials=True)
     texts = [{document.tobytes() for document in part} for part in documents]
     assert texts[0]
     assert texts[1]
     assert not texts[0] & texts[1]
-    everything = evaluation_documents(parse({**values, "compare": {}}))
+    everything = evaluation_documents(Setup(parse({**values, "compare": {}})))
     assert texts[0] | texts[1] == {document.tobytes() for document in everything}
     values["data"]["held_out"] = 1e-9
     refused("compare.sweep", lambda: compare(parse(values)))

@@ -13,11 +13,10 @@ from posjax.nn.huggingface.load import is_gguf
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
 from train.data.sources import all_documents
-from train.data.tokenizer import load_tokenizer
 from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
 from train.evaluate.windows import ending
-from train.model.build import extension_of, model_length
+from train.model.build import Setup, extension_of, model_length
 from train.runtime.rows import key_of
 
 
@@ -94,18 +93,18 @@ def _family(extend: Mapping[str, Any]) -> str:
     return next((title for slot, title in _FAMILIES.items() if slot in extend), "others")
 
 
-def cells_of(config: Config, model: str, entries: Sequence[SchemeConfig], texts: Sequence[StudyText]) -> list[Cell]:
+def cells_of(setup: Setup, model: str, entries: Sequence[SchemeConfig], texts: Sequence[StudyText]) -> list[Cell]:
     """All cells: those of texts, shorter ones first and text by text, so that all extensions can be compared early.
 
     Then those of tasks.
 
     Args:
-        config: the config of the study.
+        setup: the config of the study, and what it means.
         model: the hash of the model.
         entries: the extensions, with the factors found by searches.
         texts: the texts to read.
     """
-    vocabulary = Vocabulary(load_tokenizer(config.data))
+    config, vocabulary = setup.config, Vocabulary(setup.tokenizer)
     asked = [{"length": length, "text": text} for length in config.evaluate.lengths for text in texts]
     for task in config.evaluate.tasks:
         asked += [{"length": length, "task": task} for length in lengths_of(task, config.evaluate, vocabulary)]
@@ -123,16 +122,16 @@ def scored(config: Config) -> int:
     return config.compare.scored or max(1, model_length(config) // 4)
 
 
-def digest_of_model(config: Config) -> str:
+def digest_of_model(setup: Setup) -> str:
     """A hash that differs between models with different weights, config, tokenizer or compute dtype.
 
     Local files are read completely; at a URL the file system's own checksum of the contents is used.
     """
-    location = config.init.path
+    config, location = setup.config, setup.config.init.path
     files, root = open_location(location)
     names = [root] if is_gguf(location) else sorted(files.glob(f"{root}/*.safetensors"))
     marks = [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
-    return key_of([config.init.values, config.model.compute_dtype, load_tokenizer(config.data).identity, marks])
+    return key_of([config.init.values, config.model.compute_dtype, setup.tokenizer.identity, marks])
 
 
 def _file_digest(name: str) -> str:
@@ -140,13 +139,14 @@ def _file_digest(name: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_texts(config: Config) -> list[StudyText]:
+def read_texts(setup: Setup) -> list[StudyText]:
     """The ends of documents that are long enough for the longest length, the longest documents first, at most
     ``compare.texts``.
 
     Raises ValueError if there is none, and for a length that is shorter than the scored part.
     """
-    span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
+    config, tokenizer = setup.config, setup.tokenizer
+    span = max(config.evaluate.lengths)
     least = min(config.evaluate.lengths)
     check(least >= scored(config), f"evaluate.lengths: {least} is below compare.scored, {scored(config)} tokens")
     # A token has at least one byte, so shorter documents need not be tokenised.

@@ -14,10 +14,9 @@ from train.compare.study.cells import scored
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
 from train.data.sources import all_documents
-from train.data.tokenizer import load_tokenizer
 from train.evaluate.mesh import on
 from train.evaluate.search import Effort, options_of, search_factors
-from train.model.build import extension_of, model_length
+from train.model.build import Setup, extension_of, model_length
 from train.runtime.rows import key_of
 
 Row = Mapping[str, Any]
@@ -81,22 +80,22 @@ def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfi
     return dataclasses.replace(entry, extend={**entry.extend, "frequencies": {**options, **change}})
 
 
-def search_of(config: Config, model: str) -> Search:
+def search_of(setup: Setup, model: str) -> Search:
     """The search that a config names. Raises ValueError for sizes or texts that allow no search."""
-    section = config.compare.search
-    effort = Effort(section.population, section.iterations, config.seed)
-    return Search(config, model, _search_text(config), effort)
+    section = setup.config.compare.search
+    effort = Effort(section.population, section.iterations, setup.config.seed)
+    return Search(setup.config, model, _search_text(setup), effort)
 
 
-def _search_text(config: Config) -> np.ndarray:
+def _search_text(setup: Setup) -> np.ndarray:
     """The beginning of the longest document; cells read only its end.
 
     Raises ValueError if no document is long enough for both, and for a length that is not beyond the model's own.
     """
-    own = model_length(config)
+    config, tokenizer, own = setup.config, setup.tokenizer, model_length(setup.config)
     length = config.compare.search.length or 2 * own
     check(length > own, f"compare.search.length must exceed the model's own, {own}, found {length}")
-    span, tokenizer = max(config.evaluate.lengths), load_tokenizer(config.data)
+    span = max(config.evaluate.lengths)
     longest = max(all_documents(config.data), key=lambda document: len(document.text))
     tokens = [*tokenizer.opening, *tokenizer.tokens(longest.text)]
     check(

@@ -1,7 +1,6 @@
 """A study: a released model under many extensions, in many short measurements (cells), each saved when finished."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -34,6 +33,9 @@ CELLS = "cells.jsonl"
 class Study:
     """The model under ``init``, measured under every extension of ``compare.schemes``.
 
+    It has what a comparison reports: the `documents` that are read, as tokens; no `failures` and `trials` of trainings;
+    and, in place of a training's directory, its own.
+
     Raises ValueError, before anything is computed, for a config that cannot be studied.
     """
 
@@ -47,20 +49,11 @@ class Study:
         self._vocabulary = Vocabulary(self._setup.tokenizer)
         check_vocabulary(self._setup)
         check_tasks(config.evaluate, self._vocabulary)
-        self._texts, self._model = read_texts(config), digest_of_model(config)
+        self._texts, self._model = read_texts(self._setup), digest_of_model(self._setup)
+        self.documents, self.trained_in = [text.tokens for text in self._texts], config.directory
         searched = any(map(is_to_be_searched, config.compare.schemes))
-        self._search = search_of(config, self._model) if searched else None
+        self._search = search_of(self._setup, self._model) if searched else None
         self._kept: list[Row] = read_rows(self._store)
-
-    @property
-    def trained_in(self) -> Path:
-        """The directory of the study, since nothing is trained."""
-        return self._config.directory
-
-    @property
-    def documents(self) -> list[np.ndarray]:
-        """The texts that are read, as tokens."""
-        return [text.tokens for text in self._texts]
 
     def run(self) -> None:
         """Measures the missing cells, one after the other."""
@@ -72,9 +65,8 @@ class Study:
         for number, cell in enumerate(cells, start=1):
             if not self._rows_of(cell):
                 what = cell.task or cell.text.name
-                self._say(
-                    f"[{number}/{len(cells)}] {cell.entry.label} at {cell.length:,}, {what}: {self._add(cell, model)}"
-                )
+                where = f"[{number}/{len(cells)}] {cell.entry.label} at {cell.length:,}, {what}"
+                self._console.print(f"{where}: {self._add(cell, model)}", markup=False)
                 jax.clear_caches()  # every cell compiles its own program
 
     def rows(self) -> list[Row]:
@@ -84,7 +76,7 @@ class Study:
         return found if any(row.get("text") and not row["error"] for row in found) else []
 
     def _cells(self, entries: Sequence[SchemeConfig]) -> list[Cell]:
-        return cells_of(self._config, self._model, entries, self._texts)
+        return cells_of(self._setup, self._model, entries, self._texts)
 
     def _rows_of(self, cell: Cell) -> list[Row]:
         """The rows of a cell, under its own label; none if it is not measured yet."""
@@ -128,7 +120,7 @@ class Study:
             return self._known(entry)
 
         def log(line: str) -> None:
-            self._say(f"{entry.label}: {line}")
+            self._console.print(f"{entry.label}: {line}", markup=False)
 
         try:
             options = self._search.run(entry, model, self._once, log, self._mesh)
@@ -145,9 +137,6 @@ class Study:
             self._kept += found
             append_rows(self._store, found)
         return found[0]
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False)
 
 
 def _refusal(error: ValueError | jax.errors.JaxRuntimeError) -> str:
