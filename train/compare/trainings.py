@@ -41,8 +41,7 @@ class Trainings:
         self.failures: dict[str, str] = {}
         self.trials: list[Row] = []
         if not self._sweeps:
-            for group in self._groups:
-                _refuse_others(group)
+            _refuse_others(self._trainings)
         # Encoded here once, for all trainings.
         setup = Setup(replace(config, output=str(config.directory)))
         self.documents = evaluation_documents(setup)
@@ -68,6 +67,7 @@ class Trainings:
         if self._sweeps:
             self._groups = [self._tuned(*each) for each in zip(_bases(self._settings), self._groups, strict=True)]
         asked = [training for training in self._trainings if training.name not in self.failures]
+        _refuse_others(asked)
         self.failures |= run_trainings(asked, self._settings, self._console)
 
     def rows(self) -> list[Row]:
@@ -86,14 +86,12 @@ class Trainings:
             for tried, rows in trials.items():
                 columns = {"label": base.label, **tried._asdict(), "chosen": tried == choice}
                 self.trials += [{**row, **columns} for row in rows]
-            found = [tuned(training, choice, names) for training in group]
+            return [tuned(training, choice, names) for training in group]
         except ValueError as error:
             why = in_a_line(error)
             self._console.print(f"{base.label}: {why}", style="red", markup=False)
             self.failures |= dict.fromkeys((training.name for training in group), why)
             return group
-        _refuse_others(found)
-        return found
 
     def _run_trials(self, configs: Sequence[Config]) -> list[list[Row]]:
         _refuse_others(configs)

@@ -17,9 +17,9 @@ from train.data.sources import all_documents
 from train.evaluate.mesh import on
 from train.evaluate.search import Effort, options_of, search_factors
 from train.model.build import Setup, extension_of, model_length
+from train.report.numbers import Row
 from train.runtime.rows import key_of
 
-Row = Mapping[str, Any]
 Once = Callable[[str, Callable[[], Row]], Row]
 """Gives the row with a key that was kept, or else makes and keeps it."""
 
@@ -61,17 +61,21 @@ class Search:
         extension_of(self.config, with_factors(entry, {"long_factor": ()}), length)
 
         def remembered(fitness: Callable[[LongRoPE], float]) -> Callable[[LongRoPE], float]:
-            def cached(rule: LongRoPE) -> float:
-                tried = [rule.long_factor, rule.unscaled_first]
-                row = once(key_of([tried, *self._of_a_rule]), lambda: {"rule": tried, "nll": fitness(rule)})
-                log(f"{row['nll']:.4f} nats per token")
-                return row["nll"]
+            def try_rule(rule: LongRoPE) -> Row:
+                nll = fitness(rule)
+                log(f"{nll:.4f} nats per token")
+                return {"rule": _name(rule), "nll": nll}
 
-            return cached
+            return lambda rule: once(key_of([_name(rule), *self._of_a_rule]), lambda: try_rule(rule))["nll"]
 
         arguments = (self.config, model, [self.tokens], length, self.effort, min(scored(self.config), length))
         with on(mesh):
             return options_of(search_factors(*arguments, remembered, mesh).rule)
+
+
+def _name(rule: LongRoPE) -> list[Any]:
+    """What a search changes of a rule."""
+    return [rule.long_factor, rule.unscaled_first]
 
 
 def with_factors(entry: SchemeConfig, options: Mapping[str, Any]) -> SchemeConfig:
@@ -92,7 +96,8 @@ def _search_text(setup: Setup) -> np.ndarray:
 
     Raises ValueError if no document is long enough for both, and for a length that is not beyond the model's own.
     """
-    config, tokenizer, own = setup.config, setup.tokenizer, model_length(setup.config)
+    config, tokenizer = setup.config, setup.tokenizer
+    own = model_length(config)
     length = config.compare.search.length or 2 * own
     check(length > own, f"compare.search.length must exceed the model's own, {own}, found {length}")
     span = max(config.evaluate.lengths)

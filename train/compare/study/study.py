@@ -39,10 +39,11 @@ class Study:
     Raises ValueError, before anything is computed, for a config that cannot be studied.
     """
 
-    failures, trials = {}, ()
-
     def __init__(self, config: Config, console: Console):
-        self._config, self._console, self._store = config, console, config.directory / CELLS
+        self._config, self._console = config, console
+        self._store = config.directory / CELLS
+        self.failures: dict[str, str] = {}
+        self.trials: list[Row] = []
         _check_entries(config)
         self._chosen = _chosen_entries(config)
         self._setup = Setup(config)
@@ -50,7 +51,8 @@ class Study:
         check_vocabulary(self._setup)
         check_tasks(config.evaluate, self._vocabulary)
         self._texts, self._model = read_texts(self._setup), digest_of_model(self._setup)
-        self.documents, self.trained_in = [text.tokens for text in self._texts], config.directory
+        self.documents = [text.tokens for text in self._texts]
+        self.trained_in = config.directory
         searched = any(map(is_to_be_searched, config.compare.schemes))
         self._search = search_of(self._setup, self._model) if searched else None
         self._kept: list[Row] = read_rows(self._store)
