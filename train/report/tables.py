@@ -79,6 +79,7 @@ def tables(rows: Sequence[Row], trials: Sequence[Row] = ()) -> list[Table]:
         *(_perplexities(perplexities, measure) for measure in numbers.measures(perplexities)),
         *_differences(perplexities),
         *_costs(perplexities),
+        *_times(perplexities),
         *_passes(perplexities),
         *(_accuracies(name, mine) for name, mine in numbers.tasks(rows).items()),
         *updates_to_loss(perplexities),
@@ -155,6 +156,20 @@ def _costs(rows: Sequence[Row]) -> list[Table]:
 
 
 _SINGLE = "single runs, which vary by some ten percent under other load on the machine"
+
+
+def _times(rows: Sequence[Row]) -> list[Table]:
+    """What the wall-clock time of training was spent on, if it is known."""
+    found = numbers.grouped([row for row in rows if row.get("train_seconds")], "label")
+    kinds = list(dict.fromkeys(kind for mine in found.values() for row in mine for kind in row["train_seconds"]))
+
+    def share(mine: Sequence[Row], kind: str) -> str:
+        return percent(
+            statistics.fmean(row["train_seconds"][kind] / sum(row["train_seconds"].values()) for row in mine)
+        )
+
+    body = {label: [share(mine, kind) for kind in kinds] for label, mine in found.items()}
+    return [table("Time of training in % of the wall-clock: steps are the goodput", kinds, body)] if body else []
 
 
 def _passes(rows: Sequence[Row]) -> list[Table]:

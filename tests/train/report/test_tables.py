@@ -52,6 +52,13 @@ def test_costs_are_means_with_their_spread():
     assert table(costly("rope", (None,), (700,)), "Cost") is None  # trainings that ran together
 
 
+def test_the_time_of_training_is_shown_by_kind():
+    seconds = {"steps": 6.0, "input": 2.0}, {"steps": 2.0, "input": 2.0}
+    rows = [row for seed, each in enumerate(seconds) for row in text("rope", (5.0,), seed=seed, train_seconds=each)]
+    found = table(rows, "Time")
+    assert (found.header, found.rows) == (("scheme", "steps", "input"), (("rope", "62.5", "37.5"),))
+
+
 def ending(label, updates, **about):
     """Rows of a scheme, with the updates of each seed until the loss, or None."""
     return [
