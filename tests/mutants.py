@@ -44,7 +44,7 @@ COMPUTING = (
     "train/evaluate/**/*.py",
     "train/lab/formal_languages/generators.py",
     "train/monitor/meter.py",
-    "train/compare/study/measure.py",
+    "train/compare/study/study.py",
     "train/report/numbers.py",
 )
 

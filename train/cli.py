@@ -62,23 +62,9 @@ def tokenize(path: str, overrides: Sequence[str], job: int | None, jobs: int | N
 def compare(path: str, overrides: Sequence[str]) -> None:
     """train and evaluate several schemes over one config, or measure a released model under many extensions"""
     config = load(path, overrides)
-    if config.steps and config.compare.schemes:
-        print(_plan(config), flush=True)  # before the imports, which take seconds
     from train.compare.compare import compare
 
     compare(config)
-
-
-def _plan(config: Any) -> str:
-    """What a comparison does, in a line."""
-    schemes, seeds, shared = config.compare.schemes, config.compare.seeds, config.compare.processes
-    trained = [entry.label for entry in schemes if not entry.only_measured]
-    count, lengths = len(trained) * len(seeds), ", ".join(map(str, config.evaluate.lengths))
-    at_once = f"{min(shared, count)} at once" if shared else "one after the other"
-    return (
-        f"{count} trainings of {config.steps} steps, {at_once} ({', '.join(trained)}); then "
-        f"{len(schemes) * len(seeds)} measurements at lengths {lengths}; the first steps tell how long it takes"
-    )
 
 
 def evaluate(path: str, overrides: Sequence[str]) -> None:
@@ -165,14 +151,12 @@ def bench(path: str, overrides: Sequence[str], schedule: str | None, costs: str 
         from train.lab.schedule.costs import write_costs
 
         write_costs(config.schedule, costs)
-    if schedule is not None or costs is not None:
-        return
-    if config.gpu is None:
+    if schedule is None and costs is None and config.gpu is None:
         bench(config)
-        return
-    from train.lab.gpu.bench import bench_gpu
+    elif schedule is None and costs is None:
+        from train.lab.gpu.bench import bench_gpu
 
-    bench_gpu(config.gpu, config.directory)
+        bench_gpu(config.gpu, config.directory)
 
 
 def plan(
@@ -373,15 +357,12 @@ def _parser() -> _Parser:
 
 def _end_of_help(command: str) -> dict[str, Any]:
     """The help text on the keys of a config; `languages` and `bench` have keys of their own."""
-    if command == "fit":
-        return {"epilog": _about_config(), "formatter_class": argparse.RawDescriptionHelpFormatter}
-    has_own_keys = command in ("languages", "bench")
-    return {} if has_own_keys else {"epilog": "python -m train fit --help lists the sections of a config."}
-
-
-def _about_config() -> str:
-    """The sections of a config, one line each, and where to find all keys."""
+    if command in ("languages", "bench"):
+        return {}
+    if command != "fit":
+        return {"epilog": "python -m train fit --help lists the sections of a config."}
     sections = [f"  {name:10}{about}" for name, about in about_sections().items()]
     beside = f"beside them: {', '.join(keys_beside_sections())}"
     all_keys = "every key and its default: train/config/settings/, or the config.yaml of any run"
-    return "\n".join(["sections of a config:", *sections, beside, all_keys, "how they go together: docs/training.md"])
+    lines = ["sections of a config:", *sections, beside, all_keys, "how they go together: docs/training.md"]
+    return {"epilog": "\n".join(lines), "formatter_class": argparse.RawDescriptionHelpFormatter}

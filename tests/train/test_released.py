@@ -30,7 +30,7 @@ from train.loop.fit import fit, initial_parameters
 from train.model.build import Setup
 from train.model.extension import completed
 from train.model.mesh import make_mesh
-from train.runtime.paths import read_rows
+from train.runtime.rows import read_rows
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,7 +142,7 @@ def test_an_extension_that_was_trained_is_used_as_it_was_trained(values, capsys)
 def last_nll(decoder, values, length, scored):
     """The mean loss of the last tokens of every full-length piece of held-out text, from the model's logits."""
     config = with_changes(values, evaluate={"lengths": [16, 64], "tokens": 128, "batch_tokens": 128})
-    windows = last_windows(full_pieces(evaluation_documents(config), length, 128), length, scored)
+    windows = last_windows(full_pieces(evaluation_documents(Setup(config)), length, 128), length, scored)
     tokens = np.asarray(windows.tokens, np.int32)
     found = np.asarray(nnx.jit(lambda model, t: jax.nn.log_softmax(model(t)))(decoder, tokens[:, :-1]))
     nll = -np.take_along_axis(found, tokens[:, 1:, None], axis=-1)[..., 0]

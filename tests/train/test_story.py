@@ -129,7 +129,7 @@ def test_every_command_reads_and_writes_in_an_object_store(tmp_path, bucket):
     assert bucket.names("runs/mine") >= page | results
     assert bucket.names("runs/released") == page | {"evaluation.jsonl", "model.txt"}
     assert bucket.names("runs/both") >= page | {"results.jsonl", "config.yaml", "rope-seed0/results.jsonl"}
-    assert bucket.names("runs/study") == page | {"results.jsonl", "config.yaml"}
+    assert bucket.names("runs/study") == page | {"results.jsonl", "cells.jsonl", "config.yaml"}
     assert bucket.names("runs/languages") == {"figure.png", "results.jsonl"}
     assert bucket.names("exported") == {"config.json", "model.safetensors"}
     assert {row["error"] for row in bucket.rows("runs/study/results.jsonl")} == {None}

@@ -20,7 +20,7 @@ FOUND = "longrope.json"
 """The file in which the command `search` writes its result."""
 
 RESULTS = "results.jsonl"
-"""The file in which a comparison or a study keeps its rows."""
+"""The file with the rows that a comparison, a study or one of its trainings reports."""
 
 KEPT = "released"
 """Where a run keeps the files of the model that it started from."""
@@ -30,7 +30,7 @@ LOCAL_MARK = "local.txt"
 
 RUN_FILES = frozenset(
     ("config.yaml", "versions.json", "metrics.jsonl", "metrics", "fit.json", "checkpoints", "evaluation.jsonl", RESULTS)
-) | {*report.FILES, "member.yaml", FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT, LOCAL_MARK}
+) | {*report.FILES, FOUND, "tensorboard", "wandb", "profile", "watchdog", KEPT, LOCAL_MARK}
 """What a run directory may hold; a folder with anything else in it is never written into."""
 
 

@@ -43,7 +43,13 @@ def run_trainings(
         if config not in asked:
             console.print(f"{config.name} (finished before)", style="bold", markup=False)
     groups, count = _groups(asked, settings.together), settings.processes
-    errors = _shared(groups, count, trials, console) if count else _one_by_one(groups, trials, console)
+    if not groups:
+        return {}
+    if count:
+        console.print(", ".join(map(_names, groups)), style="bold", markup=False)
+        errors = run_processes([groups[n::count] for n in range(min(count, len(groups)))], trials, console)
+    else:
+        errors = _one_by_one(groups, trials, console)
     for error in dict.fromkeys(errors.values()):
         console.print(error, style="red", markup=False)
     return errors
@@ -63,12 +69,6 @@ def _one_by_one(groups: Sequence[Group], trials: bool, console: Console) -> dict
         console.print(_names(group) + which, style="bold", markup=False)
         errors |= run_processes([[group]], trials)
     return errors
-
-
-def _shared(groups: Sequence[Group], count: int, trials: bool, console: Console) -> dict[str, str]:
-    shares = [groups[n::count] for n in range(min(count, len(groups)))]
-    console.print(", ".join(map(_names, groups)), style="bold", markup=False)
-    return run_processes(shares, trials, console) if shares else {}
 
 
 def _names(group: Group) -> str:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -24,25 +24,12 @@ class Choice(NamedTuple):
     position_factor: float
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A choice with the rows of its training: perplexity at each length, on the text of the trials."""
-
-    choice: Choice
-    rows: Sequence[dict[str, Any]]
-
-    @property
-    def loss(self) -> float:
-        """Nats per token at the training length; see `train.report.numbers.training_length_loss`."""
-        return training_length_loss(self.rows)
-
-
 Runner = Callable[[list[Config]], Iterator[list[dict[str, Any]]]]
 """Trains configs and gives the rows of each; see `train.compare.compare`."""
 
 
-def sweep(config: Config, settings: SweepConfig, run: Runner) -> tuple[Choice, list[Trial]]:
-    """The best choice for the scheme of a config, and all trials.
+def sweep(config: Config, settings: SweepConfig, run: Runner) -> tuple[Choice, dict[Choice, list[dict[str, Any]]]]:
+    """The best choice for the scheme of a config, by the loss at its training length, and the rows of every trial.
 
     All pairs of ``learning_rate`` and ``position_factor`` are tried, the latter only if the scheme has parameters.
     Then, at most ``extensions`` times, the untried `neighbours` of the best choice are tried.
@@ -52,18 +39,18 @@ def sweep(config: Config, settings: SweepConfig, run: Runner) -> tuple[Choice, l
     names = learned_positions(Setup(config))
     factors = settings.position_factor if names else (1.0,)
     asked = [Choice(*pair) for pair in product(settings.learning_rate, factors)]
-    trials: list[Trial] = []
+    trials: dict[Choice, list[dict[str, Any]]] = {}
     for _ in range(1 + settings.extensions):
         rows = run([trial_config(config, choice, names) for choice in asked])
-        trials += [Trial(choice, list(each)) for choice, each in zip(asked, rows, strict=True)]
-        best = min(trials, key=lambda trial: trial.loss)
-        check(
-            best.loss < math.inf, f"{config.scheme.label}: all trials diverged; try lower compare.sweep.learning_rate"
-        )
-        asked = neighbours(best.choice, [trial.choice for trial in trials])
+        trials |= zip(asked, rows, strict=True)
+        losses = {choice: training_length_loss(found) for choice, found in trials.items()}
+        best = min(losses, key=losses.__getitem__)
+        diverged = f"{config.scheme.label}: all trials diverged; try lower compare.sweep.learning_rate"
+        check(losses[best] < math.inf, diverged)
+        asked = neighbours(best, list(trials))
         if not asked:
             break
-    return best.choice, trials
+    return best, trials
 
 
 def neighbours(best: Choice, tried: Sequence[Choice]) -> list[Choice]:

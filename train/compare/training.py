@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from functools import partial
 
 from train.checkpoint.directory import RESULTS, is_started
-from train.config import Config, dump, parse, parse_text
+from train.config import Config, parse, to_dict
 from train.evaluate.saved import SavedRun, evaluation_documents, measure_runs
 from train.loop.fit import Diverged, fit
 from train.loop.together import fit_together
+from train.model.build import Setup
 from train.runtime.lines import in_a_line
-from train.runtime.paths import write_file, write_rows
+from train.runtime.rows import key_of, read_rows, write_rows
 
-_RESULT_CONFIG = "member.yaml"  # the config that the results belong to
 ERROR = "error: "  # begins the line with the error on standard error
 DIVERGED = "training diverged"
 _COSTS = ("train_tokens_per_second", "peak_memory_bytes", "train_seconds", "tokens_per_second")
 
 
 def run(configs: Sequence[Config], trials: bool, alone: bool) -> None:
-    """Trains the configs, measures every scheme of their ``compare.schemes``, and writes the rows and their config.
+    """Trains the configs, measures every scheme of their ``compare.schemes``, and writes the rows.
 
     `trials` are measured on text of their own. A trial that diverges gets a row with that error. Costs are those of the
     whole process and machine, so they are written only for what runs `alone`.
@@ -35,7 +35,7 @@ def run(configs: Sequence[Config], trials: bool, alone: bool) -> None:
     failed = _train(configs, trials, alone)
     done = [config for config in configs if config not in failed]
     if done:
-        held_out, entries = evaluation_documents(done[0], trials), done[0].compare.schemes
+        held_out, entries = evaluation_documents(Setup(done[0]), trials), done[0].compare.schemes
         runs = [SavedRun(config.directory, config) for config in done]
         found = measure_runs(runs, held_out, entries, log=partial(print, flush=True) if alone else lambda _: None)
         for config, rows in zip(done, found, strict=True):
@@ -73,16 +73,14 @@ def _fit(config: Config, trial: bool, shown: bool) -> bool:
 
 def _write(config: Config, rows: list) -> None:
     config.directory.mkdir(parents=True, exist_ok=True)
-    write_rows(config.directory / RESULTS, rows)
-    write_file(config.directory / _RESULT_CONFIG, dump(config))
+    key = key_of(to_dict(config))
+    write_rows(config.directory / RESULTS, [{"key": key, **row} for row in rows])
 
 
 def finished(config: Config) -> bool:
     """Whether the training's directory holds the results of exactly this config."""
-    asked = config.directory / _RESULT_CONFIG
-    if not (asked.is_file() and (config.directory / RESULTS).is_file()):
-        return False
-    return parse_text(asked.read_text(encoding="utf-8"), str(asked)) == config
+    rows = read_rows(config.directory / RESULTS)
+    return bool(rows) and rows[0].get("key") == key_of(to_dict(config))
 
 
 def main() -> int:

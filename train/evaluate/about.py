@@ -12,9 +12,9 @@ from train.report import About
 from train.runtime.machine import own_versions, processor
 
 
-def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str, str]) -> About:
+def about(config: Config, documents: Sequence[np.ndarray], versions: Mapping[str, str]) -> About:
     """Text and model of a run or a comparison in words, its config, the versions."""
-    size, data, model = sum(len(document) for document in held_out), config.data, config.model
+    size, data, model = sum(len(document) for document in documents), config.data, config.model
     paths = ", ".join(path for part in data.parts for path in part.paths)
     source = "Python's standard library" if data.source == "stdlib" else paths
     tokens = "as bytes" if data.tokenizer == "bytes" else f"by the tokenizer {Path(data.tokenizer).name}"
@@ -23,9 +23,10 @@ def about(config: Config, held_out: Sequence[np.ndarray], versions: Mapping[str,
     trained = f"trained for {trained}" if config.steps else f"as released in {Path(config.init.path).name}"
     own, longest = model_length(config), config.evaluate.lengths[-1]
     reach = f"beyond the training length of {own} tokens" if longest > own else f"up to {longest} tokens"
+    use = "held out" if config.steps else "read"
     return About(
         title=f"{config.name}: perplexity {reach}",
-        text=f"Text: {source}, {tokens}; {len(held_out):,} documents of {size:,} tokens held out",
+        text=f"Text: {source}, {tokens}; {len(documents):,} documents of {size:,} tokens {use}",
         model=f"Decoder of {model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, {trained}",
         config=dump(config),
         versions=versions,

@@ -1,4 +1,4 @@
-"""A decoder as a `Predictor`: in one forward pass, or token after token."""
+"""A decoder as a `Predictor`, in one forward pass, and its steps, token after token."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from posjax.attention.placement import Placement
 from posjax.training_positions import PositionSample
 from train.config.settings.checks import check
 from train.evaluate.mesh import computed, placement, split_cache, with_whole_head
-from train.evaluate.predictor import NOT_FINITE, Predictor, RowLayout, best
+from train.evaluate.predictor import Predictor, RowLayout
 from train.model.mesh import BATCH_AXES
 from train.model.sharding import LENGTH_AXES, cast_matrices, named_sharding
 
@@ -41,7 +41,7 @@ def predictor_of(model: nn.Decoder, seed: int, mesh: Mesh | None = None) -> tupl
     def logits(parameters, hidden):
         return nnx.merge(graph, parameters).logits(hidden)
 
-    return Predictor(hidden, logits, partial(_greedy, model, seed, None)), parameters
+    return Predictor(hidden, logits), parameters
 
 
 def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, Any]:
@@ -67,7 +67,7 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
 
     ready = partial(with_whole_head, tied=model.config.tied_head, dtype=model.config.dtype, mesh=mesh)
     rows = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    return Predictor(hidden, logits, partial(_greedy, model, seed, mesh), ready, row, rows), parameters
+    return Predictor(hidden, logits, ready, row, rows), parameters
 
 
 def _placed(row: RowLayout, where: dict[str, Array]) -> dict[str, Array]:
@@ -160,25 +160,6 @@ def read(
     # Only one column of logits is kept of each chunk: all logits together would be as large as tokens x vocabulary.
     abstract = jax.eval_shape(part, (None, cache), jax.tree.map(lambda x: x[0], parts))[0][0]
     return jax.lax.scan(part, (jnp.zeros(abstract.shape, abstract.dtype), cache), parts)[0]
-
-
-def _greedy(
-    model: nn.Decoder, seed: int, mesh: Mesh | None, parameters: Any, prompts: Int[Array, "rows prompt"], new: int
-) -> Int[Array, "rows new"]:
-    """Greedy decoding: the likeliest token after the prompts, repeatedly."""
-    graph, ready = to_decode(model, mesh)
-    total, parameters = prompts.shape[1] + new, ready(parameters)
-    step = decoding(graph, drawn_in_use(model, total, seed, len(prompts)), total)
-    valid = jnp.ones((len(prompts), 1), bool)
-
-    def write(carry, _):
-        token, cache = carry
-        logits, cache = step(parameters, cache, token[:, None], valid)
-        following = jnp.where(token == NOT_FINITE, NOT_FINITE, best(logits[:, 0]))
-        return (following, cache), token
-
-    logits, cache = read(step, parameters, cache_for(graph, parameters, prompts, total, mesh), prompts, mesh)
-    return jax.lax.scan(write, (best(logits), cache), None, length=new)[1].T
 
 
 def _at(drawn: PositionSample, index: Int[Array, "rows tokens"], total: int) -> dict[str, Array]:

@@ -1,7 +1,6 @@
 """Generates text with a saved run: the prompt is read in chunks, then tokens are decoded one by one."""
 
 import codecs
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -54,9 +53,7 @@ class SamplingOptions:
             check(
                 name == "temperature" or isinstance(value, Integral), f"{option} must be a whole number, found {value}"
             )
-            check(math.isfinite(value), f"{option} must be a finite number, found {value}")
-            check(value >= 0, f"{option} must not be negative, found {value}")
-            check(value < 2**32, f"{option} must be below 2**32, found {value}")
+            check(0 <= value < 2**32, f"{option} must be at least 0 and below 2**32, found {value}")
 
 
 def choose(
@@ -103,7 +100,7 @@ def tokens_after(
         return logits[:, -1], cache
 
     @jax.jit
-    def draw(n, logits):
+    def choose_next(n, logits):
         token = choose(
             jax.random.fold_in(jax.random.key(sampling.seed), n), logits, sampling.temperature, sampling.top_k
         )
@@ -111,7 +108,7 @@ def tokens_after(
 
     last, cache = begin(parameters)
     for n in range(sampling.tokens):
-        token, finite = draw(np.int32(n), last)
+        token, finite = choose_next(np.int32(n), last)
         check(bool(finite), f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
         if int(token[0]) in ends:
             return

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from train.evaluate.mesh import whole
 from train.evaluate.predictor import Predictor, next_nll
@@ -45,6 +45,7 @@ class Perplexity:
     position_ends: tuple[int, ...] = ()
     position_nll: tuple[float | None, ...] = ()  # None if a part has no token
     tokens_per_second: float | None = None  # tokens computed, compilation excluded
+    memory_bytes: int | None = None  # of the compiled program with its arguments, where that is asked for
     error: str | None = None
 
     def as_row(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def perplexity(nll: float | None) -> float | None:
     return None if nll is None else math.exp(nll)
 
 
-def measure(
+def perplexities(
     predictor: Predictor,
     models: Sequence[Any],
     documents: Sequence[Tokens],
@@ -128,7 +129,6 @@ def _measure_length(
 
 
 def _measure_model(score: Callable, parameters: Any, windows: dict[str, Windows], length: int, rows: int) -> Perplexity:
-    _warm(score, parameters, rows, length)
     start = time.perf_counter()
     losses = {name: losses_of(score, parameters, each, rows) for name, each in windows.items()}
     seconds = time.perf_counter() - start
@@ -193,10 +193,30 @@ def scoring(predictor: Predictor, rows: int, length: int) -> tuple[Any, tuple[ja
     return jax.jit(position_nll), (tokens, jax.ShapeDtypeStruct((rows, length), jnp.float32))
 
 
-def _warm(score: Callable, parameters: Any, rows: int, length: int) -> None:
-    """One call before timing starts, because the first call allocates memory for the others."""
-    tokens, weights = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length), np.float32)
-    jax.block_until_ready(score(parameters, tokens, weights))
+def perplexity_in_one_window(
+    predictor: Predictor, parameters: Any, tokens: Int[np.ndarray, "length+1"], last_length: int
+) -> Perplexity:
+    """The `last` NLL of one window in nats per token, and that by position, from a single pass, with its memory.
+
+    Raises ValueError for a length that the model refuses.
+    """
+    length, rows = len(tokens) - 1, predictor.filled(1)
+    program, shapes = scoring(predictor, rows, length)
+    score = program.lower(parameters, *shapes).compile()
+    start = time.perf_counter()
+    losses = losses_of(score, parameters, whole_windows([tokens], length), rows)
+    costs = {"tokens_per_second": length / (time.perf_counter() - start), "memory_bytes": _memory(score)}
+    if losses.error:
+        return Perplexity(length, error=losses.error, **costs)
+    last = {"last_nll": losses.mean(last_length), "last_length": last_length, "last_tokens": last_length}
+    return Perplexity(length, **last, **losses.by_position(), **costs)
+
+
+def _memory(compiled: Any) -> int | None:
+    """The peak memory of a program in bytes; None if it is not known."""
+    held = compiled.memory_analysis()
+    sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
+    return None if held is None else sum(getattr(held, name) for name in sizes)
 
 
 def losses_of(score: Callable, parameters: Any, windows: Windows, rows: int) -> Losses:

@@ -56,15 +56,13 @@ class Predictor:
 
     hidden(parameters, tokens [rows, padded], length) -> [rows, padded, width], for rows arranged by `row`. Raises
     ValueError for lengths that the model refuses. logits(parameters, hidden [rows, padded, width]) -> [rows, padded,
-    vocabulary] of the tokens that follow. greedy(parameters, prompts [rows, prompt], new) -> the likeliest tokens that
-    follow, one after the other, [rows, new], and `NOT_FINITE` from the first position without finite logits.
-    ready(parameters) -> parameters for many calls of `logits`. row(length) gives the layout of rows over devices.
-    `rows` is the number of devices that share the rows of a batch; it must divide the number of rows.
+    vocabulary] of the tokens that follow. ready(parameters) -> parameters for many calls of `logits`. row(length) gives
+    the layout of rows over devices. `rows` is the number of devices that share the rows of a batch; it must divide the
+    number of rows.
     """
 
     hidden: Callable[[Any, Int[Array, "rows padded"], int], Float[Array, "rows padded width"]]
     logits: Callable[[Any, Float[Array, "rows padded width"]], Float[Array, "rows padded vocabulary"]]
-    greedy: Callable[[Any, Int[Array, "rows prompt"], int], Int[Array, "rows new"]] | None = None
     ready: Callable[[Any], Any] = lambda parameters: parameters
     row: Callable[[int], RowLayout] = RowLayout
     rows: int = 1

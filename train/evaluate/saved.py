@@ -21,16 +21,15 @@ from train.data.tokenizer import load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, use_mesh
-from train.evaluate.perplexity import Perplexity, check_lengths, measure
-from train.evaluate.predictor import Predictor
-from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, measure_task
+from train.evaluate.perplexity import check_lengths, perplexities
+from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, task_rows
 from train.loop.fit import read_result
 from train.model.build import RELEASED, Setup, check_vocabulary, evaluated_scheme, model_length, scheme_of
 from train.monitor.logs import read_metrics
 from train.report.numbers import family
 from train.runtime.distributed import decide
-from train.runtime.paths import path, read_rows, write_rows
-from train.runtime.reuse import keep_memory_on_cpu
+from train.runtime.paths import path
+from train.runtime.rows import key_of, read_rows, write_rows
 
 EVALUATION = "evaluation.jsonl"
 
@@ -49,10 +48,13 @@ def evaluate(directory: str | Path, overrides: Sequence[str] = (), console: Cons
     models without a perplexity and for held-out documents that are too short.
     """
     config = config_of(directory, overrides)
-    held_out = evaluation_documents(config)
+    held_out = evaluation_documents(Setup(config))
     target = results_of(directory, config)
     label, entry = _labels(directory, config)
     [rows] = measure_runs([SavedRun(directory, config, label)], held_out, [entry])
+    text = {"lengths": config.evaluate.lengths, "tokens": config.evaluate.tokens, "last": last_length(config)}
+    key = key_of({**text, "documents": list(map(len, held_out))})
+    rows = [{"key": key, **row} for row in rows]
     decide(lambda: _tell(target, config, held_out, rows, console or Console()))
     return rows
 
@@ -72,33 +74,14 @@ def _labels(directory: str | Path, config: Config) -> tuple[str, SchemeConfig]:
 def _tell(
     target: Path, config: Config, held_out: Sequence[np.ndarray], rows: list[report.Row], console: Console
 ) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    rows = [*_comparable(target / EVALUATION, rows), *rows]
+    """Writes and shows rows, with those of earlier evaluations on the same text under other labels."""
+    new, key = {row["label"] for row in rows}, rows[0]["key"]
+    earlier = [row for row in read_rows(target / EVALUATION) if row["label"] not in new and row.get("key") == key]
+    rows = [*earlier, *rows]
     write_rows(target / EVALUATION, rows)
     report.write(target, rows, about(config, held_out, read_versions(target)))
     report.show(rows, console)
     console.print(f"figures: {target / 'index.html'} · numbers: {target / EVALUATION}")
-
-
-def _comparable(location: Path, rows: Sequence[report.Row]) -> list[report.Row]:
-    """The rows of earlier evaluations under other labels, if they were measured on the same text as `rows`."""
-    found: dict[str, list[report.Row]] = {}
-    for row in read_rows(location) if location.exists() else ():
-        found.setdefault(row["label"], []).append(row)
-    new = {row["label"] for row in rows}
-    return [row for label, own in found.items() if label not in new and _on_same_text(own, rows) for row in own]
-
-
-def _on_same_text(some: Sequence[report.Row], others: Sequence[report.Row]) -> bool:
-    """Whether two evaluations have the same lengths and scored equally many tokens at each that no model refused."""
-    one, other = _scored(some), _scored(others)
-    return one.keys() == other.keys() and all(one[n] == other[n] or None in (one[n], other[n]) for n in one)
-
-
-def _scored(rows: Sequence[report.Row]) -> dict[int, tuple[int, int] | None]:
-    """The tokens scored in windows and at their ends, as numbers by length of text; None if the model refused it."""
-    texts = [row for row in rows if "task" not in row]
-    return {row["length"]: None if row["error"] else (row["window_tokens"], row["last_tokens"]) for row in texts}
 
 
 @dataclass(frozen=True)
@@ -130,10 +113,14 @@ def measure_runs(
         found = [
             _Restored(n, run, *each) for n, (run, each) in enumerate(zip(runs, restored[entry.stage], strict=True))
         ]
-        with use_mesh(mesh):
-            for number, row in _rows(found, held_out, entry, mesh):
-                rows[number].append(row)
-                log(_in_words(row))
+        staged = entry_in_stage(entry, config, found[0].stage)
+        scheme = evaluated_scheme(found[0].stage, staged)
+        # A rule draws positions from the run's own seed, so each run then needs its own program.
+        for part in [found] if scheme.training_positions is None else [[each] for each in found]:
+            with use_mesh(mesh):
+                for number, row in _rows_of_program(part, held_out, staged, scheme, mesh):
+                    rows[number].append(row)
+                    log(_in_words(row))
     return rows
 
 
@@ -147,32 +134,24 @@ class _Restored:
     model: nnx.Module
 
 
-def _rows(
-    found: Sequence[_Restored], held_out: Sequence[np.ndarray], entry: SchemeConfig, mesh: Mesh | None
-) -> Iterator[tuple[int, report.Row]]:
-    """The rows of one entry, each with its run's number."""
-    config, stage = found[0].run.config, found[0].stage
-    staged = entry_in_stage(entry, config, stage)
-    scheme = evaluated_scheme(stage, staged)
-    # A rule draws positions from the run's own seed, so each run then needs its own program.
-    for part in [found] if scheme.training_positions is None else [[each] for each in found]:
-        yield from _rows_of_program(part, held_out, staged, scheme, mesh)
-
-
 def _rows_of_program(
     found: Sequence[_Restored], held_out: Sequence[np.ndarray], entry: SchemeConfig, scheme: Any, mesh: Mesh | None
 ) -> Iterator[tuple[int, report.Row]]:
-    """The rows of models that share one program: of held-out text, then of tasks."""
-    config = found[0].run.config
+    """The rows of models that share one program, each with its run's number: of held-out text, then of tasks."""
+    config, sizes = found[0].run.config, found[0].run.config.evaluate
+    vocabulary = Vocabulary(load_tokenizer(config.data))
     measured = [predictor_of(each.model.with_scheme(scheme), config.seed, mesh) for each in found]
     predictor, models = measured[0][0], [parameters for _, parameters in measured]
     about = [{**_which(each, entry), **_costs(each.run.directory, entry)} for each in found]
-    for at_length in measure_held_out(predictor, models, config, held_out):
+    asked = {name: getattr(sizes, name) for name in ("lengths", "tokens", "batch_tokens", "stride")}
+    for at_length in perplexities(predictor, models, held_out, last_length=last_length(config), **asked):
         for each, columns, perplexity in zip(found, about, at_length, strict=True):
             yield each.number, {**columns, **perplexity.as_row()}
     for each, parameters in zip(found, models, strict=True):
-        for row in measure_tasks(predictor, parameters, config):
-            yield each.number, {**_which(each, entry), **row}
+        for task in sizes.tasks:
+            for length in lengths_of(task, sizes, vocabulary):
+                for row in task_rows(predictor, parameters, vocabulary, sizes, task, length):
+                    yield each.number, {**_which(each, entry), **row}
 
 
 def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
@@ -220,7 +199,7 @@ def last_length(config: Config) -> int:
     return min(shortest, *(stage.train.length for stage in config.every_stage))
 
 
-def evaluation_documents(config: Config, trials: bool = False) -> list[np.ndarray]:
+def evaluation_documents(setup: Setup, trials: bool = False) -> list[np.ndarray]:
     """The held-out documents as tokens: those for reports, or those by which `trials` are compared.
 
     If ``compare.sweep`` has trials, every second document is for trials, and reports use only the others.
@@ -228,8 +207,8 @@ def evaluation_documents(config: Config, trials: bool = False) -> list[np.ndarra
     Raises ValueError if a model of this config cannot be measured on them at ``evaluate.lengths``, or on the tasks of
     ``evaluate.tasks``.
     """
+    config = setup.config
     check_causal(config)
-    setup = Setup(config)
     check_vocabulary(setup)
     check_tasks(config.evaluate, Vocabulary(setup.tokenizer))
     held_out = held_out_sample(config, setup.tokenizer).documents()
@@ -252,35 +231,6 @@ def _in_words(row: report.Row) -> str:
         return f"{prefix}: {row['task']}{depth}: {row['error'] or format(row['accuracy'], '.1%')}"
     last = "" if row["error"] else f", last tokens {row['last_perplexity']:.2f}"
     return f"{prefix}: " + (row["error"] or f"perplexity {row['window_perplexity']:.2f}{last}")
-
-
-def measure_held_out(
-    predictor: Predictor, models: Sequence[Any], config: Config, held_out: Sequence[np.ndarray]
-) -> Iterator[list[Perplexity]]:
-    """The perplexity of every one of the parameters `models` on the held-out documents, length by length."""
-    return measure(
-        predictor,
-        models,
-        held_out,
-        lengths=config.evaluate.lengths,
-        last_length=last_length(config),
-        tokens=config.evaluate.tokens,
-        batch_tokens=config.evaluate.batch_tokens,
-        stride=config.evaluate.stride,
-    )
-
-
-def measure_tasks(predictor: Predictor, parameters: Any, config: Config) -> Iterator[dict[str, Any]]:
-    """The results of every task of ``config.evaluate.tasks``: one row for each length and depth."""
-    vocabulary, sizes = _vocabulary(config), config.evaluate
-    for name in sizes.tasks:
-        for length in lengths_of(name, sizes, vocabulary):
-            arguments = (vocabulary, name, sizes.section(name), length, sizes.batch_tokens)
-            yield from measure_task(predictor, parameters, *arguments)
-
-
-def _vocabulary(config: Config) -> Vocabulary:
-    return Vocabulary(load_tokenizer(config.data))
 
 
 def check_causal(config: Config) -> None:

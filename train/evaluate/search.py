@@ -26,7 +26,7 @@ from train.evaluate.mesh import mesh_for, use_mesh, whole
 from train.evaluate.predictor import next_nll
 from train.evaluate.saved import evaluation_documents, last_length
 from train.evaluate.windows import full_pieces, last_windows
-from train.model.build import model_length, scheme_of
+from train.model.build import Setup, model_length, scheme_of
 from train.runtime.distributed import decide
 from train.runtime.paths import write_file
 
@@ -80,11 +80,12 @@ def search(
     check(length > trained, f"--length must exceed the model's own, {trained}, found {length}")
     check_searchable(stage)
     folder = results_of(directory, config)
-    pieces = full_pieces(evaluation_documents(config), length, config.evaluate.tokens)
+    pieces = full_pieces(evaluation_documents(Setup(config)), length, config.evaluate.tokens)
     with use_mesh(mesh):
         found = search_factors(stage, model, pieces, length, Effort(population, iterations, seed), scored, mesh=mesh)
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **options_of(found.rule)}}
-    decide(lambda: _keep(folder, {"extend": extension, "fitness": found.fitness}))
+    written = json.dumps({"extend": extension, "fitness": found.fitness}) + "\n"
+    decide(lambda: write_file(folder / FOUND, written))
     if jax.process_index() == 0:
         for number, value in enumerate(found.history):
             log(f"iteration {number}: {value:.4f} nats per token")
@@ -96,11 +97,6 @@ def options_of(rule: LongRoPE) -> dict[str, Any]:
     """The options of a rule that a search determines, as in a config."""
     options = {name: getattr(rule, name) for name in ("short_factor", "long_factor", "unscaled_first", "factor")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-
-
-def _keep(folder: Path, found: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / FOUND, json.dumps(found) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from train.lab.gpu.config import GpuConfig
 from train.lab.libraries import BACKWARD, FORWARD, LIBRARIES, Shape, refuses
 from train.lab.schedule.bench import ScheduleConfig
 from train.runtime.machine import processor, versions
-from train.runtime.paths import write_rows
+from train.runtime.rows import write_rows
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config, to_dict
-from train.runtime.paths import is_local, names_in, path, read_rows
+from train.runtime.paths import is_local, names_in, path
+from train.runtime.rows import read_rows
 
 
 class _Object:

@@ -104,7 +104,7 @@ class Panel:
     points: Callable[[Sequence[Row], str], style.Points]
     axes: Callable[[Any], object]
 
-    def draw(self, panel: Any, **options: Any) -> None:
+    def plot_lines(self, panel: Any, **options: Any) -> None:
         """Draws the lines, with options of `style.plot`."""
         for label, look in style.looks(self.rows, self.group.labels, self.group.reference).items():
             mine = numbers.of(self.rows, label)
@@ -116,39 +116,37 @@ class Panel:
         panel.set_title(self.title, fontsize=11, loc="left")
 
 
-def titled(group: Group, what: str) -> str:
-    """The title of a panel: the group's, if there are several, and what is drawn."""
-    return f"{group.title}: {what}" if group.title else what.capitalize()
+def draw_groups(
+    rows: Sequence[Row], up: str, points: Callable[..., style.Points], axes: Callable, **options: Any
+) -> bytes:
+    """A panel for each group of schemes, with the same points and axes; see `Panel` and `draw_panels`."""
+    return draw_panels([Panel(group.title, rows, group, points, axes) for group in groups(rows)], up, **options)
 
 
 def draw_panels(
     panels: Sequence[Panel],
     up: str,
     *,
-    share: bool | str = True,
-    height: float = 2.6,
     title: str = "",
     text: Sequence[str] = (),
     **options: Any,
 ) -> bytes:
-    """Panels in two columns, as a PNG 1800 pixels wide; a single panel is larger.
+    """Panels with the same axes in two columns, as a PNG 1800 pixels wide; a single panel is larger.
 
     Args:
         panels: the panels, row by row.
         up: the title of the vertical axes.
-        share: which panels have the same axes: all, or those of a column by ``"col"``.
-        height: that of a row of panels, in inches, if there are several rows.
         title, text: above and below the panels.
         options: those of `style.plot`.
     """
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     below = [line for each in text for line in textwrap.wrap(each, 170)]
-    high = (5.0 if len(panels) == 1 else 4.6 if rows == 1 else 0.4 + height * rows) + 0.35 * bool(title)
+    high = (5.0 if len(panels) == 1 else 4.6 if rows == 1 else 0.4 + 2.6 * rows) + 0.35 * bool(title)
     figure = style.new_figure(style.WIDTH, high + 0.16 * len(below))
-    drawn = list(figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False).flat)
+    drawn = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     for axes, panel in zip(drawn, panels, strict=False):
-        panel.draw(axes, **options)
+        panel.plot_lines(axes, **options)
         axes.tick_params(labelleft=True, labelbottom=True)
     for axes in drawn[::columns]:
         axes.set_ylabel(up)
@@ -175,8 +173,9 @@ _MEASURES = {
 def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
     """Perplexity against length. Two measurements of a group are side by side; of more, each is shown apart."""
     rows = numbers.perplexity_rows(rows)
-    found, ticks, own = _shown_measures(rows), numbers.lengths(rows), numbers.train_length(rows)
-    low, top = style.perplexity_limits([mean for mean, *_ in _means(rows)])
+    found, ticks, own = numbers.shown_measures(rows), numbers.lengths(rows), numbers.train_length(rows)
+    curves = [numbers.curve(rows, label, measure) for label in numbers.labels(rows) for measure in found]
+    low, top = style.perplexity_limits([point.mean for curve in curves for point in curve.values()], rows)
 
     def axes(panel: Any) -> None:
         style.length_axis(panel, "evaluation length in tokens", ticks, own)
@@ -186,37 +185,11 @@ def draw_by_length(rows: Sequence[Row], title: str, text: str) -> bytes:
     order = [(group, measure) for group in groups(rows) for measure in found]
     if len(found) > 2:
         order.sort(key=lambda pair: found.index(pair[1]))
-    panels = [
-        Panel(titled(group, names[measure]), rows, group, partial(numbers.curve, measure=measure), axes)
-        for group, measure in order
-    ]
-    below = [text, *_above(rows, top), *numbers.notes(rows)]
-    return draw_panels(panels, "perplexity per token", title=title, text=below)
-
-
-def _shown_measures(rows: Sequence[Row]) -> list[str]:
-    """The measurements with enough windows to be drawn."""
-    return [name for name in numbers.measures(rows) if name != "last" or numbers.endings(rows) >= numbers.FEW]
-
-
-def _means(rows: Sequence[Row]) -> list[tuple[float, str, int]]:
-    """(perplexity, scheme, length) of every point of the figure."""
-    return [
-        (point.mean, label, length)
-        for label in numbers.labels(rows)
-        for measure in _shown_measures(rows)
-        for length, point in numbers.curve(rows, label, measure).items()
-    ]
-
-
-def _above(rows: Sequence[Row], top: float) -> list[str]:
-    """One line that names the largest value of every scheme that is above the top of the figure, if there are any."""
-    above: dict[str, tuple[float, str, int]] = {}
-    for point in _means(rows):
-        if point[0] > top:
-            above[point[1]] = max(point, above.get(point[1], point))
-    reached = ", ".join(f"{label} {numbers.number(mean)} at {length}" for mean, label, length in above.values())
-    return [f"Above the top of the figure: {reached}."] if above else []
+    panels = []
+    for group, measure in order:
+        what = f"{group.title}: {names[measure]}" if group.title else names[measure].capitalize()
+        panels.append(Panel(what, rows, group, partial(numbers.curve, measure=measure), axes))
+    return draw_panels(panels, "perplexity per token", title=title, text=[text, *numbers.notes(rows)])
 
 
 def draw_by_position(rows: Sequence[Row]) -> bytes:
@@ -229,16 +202,14 @@ def draw_by_position(rows: Sequence[Row]) -> bytes:
     }
     rows = [row for row in numbers.perplexity_rows(rows) if row["label"] in points]
     longest, own = max(numbers.positions(rows, label)[0][-1] for label in points), numbers.train_length(rows)
-    low, top = style.perplexity_limits([point.mean for each in points.values() for point in each.values()])
+    low, top = style.perplexity_limits([point.mean for each in points.values() for point in each.values()], rows)
 
     def axes(panel: Any) -> None:
         style.length_axis(panel, "tokens before, in the window", powers(longest), own)
         style.perplexity_axis(panel, low, top)
         panel.set_xlim(0.9 * min(map(min, points.values())), 1.1 * longest)
 
-    return draw_panels(
-        [Panel(group.title, rows, group, _by_position, axes) for group in groups(rows)], "perplexity per token"
-    )
+    return draw_groups(rows, "perplexity per token", _by_position, axes)
 
 
 def _by_position(rows: Sequence[Row], label: str) -> dict[float, Estimate]:
@@ -277,8 +248,7 @@ def draw_training(rows: Sequence[Row]) -> bytes:
     def training(mine: Sequence[Row], label: str) -> style.Points:
         return numbers.trainings(mine).get(label, {})
 
-    panels = [Panel(group.title, rows, group, training, axes) for group in groups(rows)]
-    return draw_panels(panels, "held-out loss, nats per token")
+    return draw_groups(rows, "held-out loss, nats per token", training, axes)
 
 
 def draw_reached(rows: Sequence[Row]) -> bytes:
@@ -293,8 +263,8 @@ def draw_reached(rows: Sequence[Row]) -> bytes:
     def share(_: Sequence[Row], label: str) -> style.Points:
         return survival(found[label], most)
 
-    panels = [Panel(group.title, rows, group, share, axes) for group in groups(rows)]
-    return draw_panels(panels, f"share of seeds not below {loss:g}", drawstyle="steps-post", marker="", linestyle="-")
+    steps = {"drawstyle": "steps-post", "marker": "", "linestyle": "-"}
+    return draw_groups(rows, f"share of seeds not below {loss:g}", share, axes, **steps)
 
 
 def survival(updates: Sequence[int | None], most: int) -> dict[int, Estimate]:

@@ -5,13 +5,14 @@ the scheme; `base`, the label of the trained scheme if this one extends it witho
 evaluation length in tokens; `train_length`; `error`, the reason if there are no numbers; and `family`, see `family`,
 which older rows lack.
 
-Rows of perplexity, one for each (scheme, seed, length):
+Rows of perplexity, one for each (scheme, seed, length); in a study of a released model one for each text, whose name is
+`text`, and of the last tokens alone:
 
     window_perplexity   over whole windows;  window_tokens: how many tokens were scored;  window_nll: nats per token
     last_perplexity     of the last `last_length` tokens, with all context before them;  last_tokens
     sliding_perplexity  of the tokens that a sliding window uncovers, if asked for;  sliding_tokens
     position_ends, position_nll   the tokens of `window` by their position, see `train.evaluate.perplexity`
-    tokens_per_second   evaluation, tokens computed
+    tokens_per_second   evaluation, tokens computed;  memory_bytes: of the program, in a study
     train_tokens_per_second, peak_memory_bytes   of the training process; None for one that was not trained
     training            the held-out loss while it trained: lists of `tokens` seen and `held_out_loss`; or None
 
@@ -50,7 +51,7 @@ _CLEAR = 0.05  # the least advantage in accuracy over guessing that is worth a f
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean over seeds, and the sample standard deviation when there are several."""
+    """The mean over seeds, and the sample standard deviation when there are several; the mean over texts alone."""
 
     mean: float
     spread: float | None = None
@@ -131,6 +132,29 @@ def seeds(rows: Sequence[Row]) -> int:
     return len({row["seed"] for row in rows})
 
 
+def texts(rows: Sequence[Row]) -> list[str]:
+    """The texts of a study that were read, in order; empty for rows that are over all of the text."""
+    return list(dict.fromkeys(row["text"] for row in rows if row.get("text") and not row["error"]))
+
+
+def of_shared_texts(rows: Sequence[Row]) -> list[Row]:
+    """The rows of a study without texts that some scheme has not read, so that all means are over the same ones.
+
+    At each length the schemes with numbers count. A length at which none of the texts shared so far is read by all of
+    them is left out, as the longest one of a study that goes on.
+    """
+    shared, kept = set(texts(rows)), []
+    for length, mine in sorted(
+        grouped([row for row in rows if row.get("text") and not row["error"]], "length").items()
+    ):
+        read = [{row["text"] for row in found} for found in grouped(mine, "label").values()]
+        if both := shared.intersection(*read):
+            shared, kept = both, [*kept, length]
+    return [
+        row for row in rows if not row.get("text") or row["error"] or (row["text"] in shared and row["length"] in kept)
+    ]
+
+
 def baseline(rows: Sequence[Row]) -> str:
     """The scheme that others are compared with: the first one that was trained."""
     return next((row["label"] for row in rows if row["base"] is None), rows[0]["label"])
@@ -153,7 +177,14 @@ def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def measures(rows: Sequence[Row]) -> list[str]:
     """The measures of perplexity: over windows, of the last tokens, and, if present, in sliding windows."""
+    if texts(rows):
+        return ["last"]
     return [name for name in MEASURES if name != "sliding" or any(row.get("sliding_tokens") for row in rows)]
+
+
+def shown_measures(rows: Sequence[Row]) -> list[str]:
+    """The measures with enough windows for a curve."""
+    return [name for name in measures(rows) if name != "last" or texts(rows) or endings(rows) >= FEW]
 
 
 def last_length(rows: Sequence[Row]) -> int:
@@ -190,8 +221,14 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def curve(rows: Sequence[Row], label: str, measure: str = "window") -> dict[int, Estimate]:
-    """Perplexity at each length for one scheme; lengths without a number are left out. `measure`: see `MEASURES`."""
+    """Perplexity at each length for one scheme; lengths without a number are left out. `measure`: see `MEASURES`.
+
+    Over texts it is exp of the mean loss, so that no hard text decides alone.
+    """
     mine = grouped(of(perplexity_rows(rows), label), "length")
+    if texts(rows):
+        losses = estimates({n: [row.get(f"{measure}_nll") for row in found] for n, found in mine.items()})
+        return {n: Estimate(math.exp(loss.mean)) for n, loss in losses.items()}
     return estimates({n: [row.get(f"{measure}_perplexity") for row in found] for n, found in mine.items()})
 
 
@@ -206,32 +243,36 @@ def training_length_loss(rows: Sequence[Row]) -> float:
 
 
 def difference(rows: Sequence[Row], label: str, other: str, length: int) -> Interval | None:
-    """The mean NLL of one scheme less that of another, in nats per token over whole windows, paired by seed.
+    """The mean NLL of one scheme less that of another, in nats per token by the first measure, paired by seed or text.
 
-    None if fewer than two seeds have both, or if any seed of either has no number, since a mean over the others would
-    be too good.
+    None if fewer than two have both, or if any of either has no number, since a mean over the others would be too good.
     """
     at_length = [row for row in perplexity_rows(rows) if row["length"] == length]
-    mine, theirs = ({row["seed"]: row.get("window_nll") for row in of(at_length, name)} for name in (label, other))
+    pair, column = ("text" if texts(rows) else "seed"), f"{measures(rows)[0]}_nll"
+    mine, theirs = ({row[pair]: row.get(column) for row in of(at_length, name)} for name in (label, other))
     shared = sorted(mine.keys() & theirs.keys())
     if len(shared) < 2 or None in (*mine.values(), *theirs.values()):
         return None
-    return interval([mine[seed] - theirs[seed] for seed in shared])
+    return interval([mine[each] - theirs[each] for each in shared])
 
 
 def positions(rows: Sequence[Row], label: str) -> tuple[tuple[int, ...], list[Estimate | None]]:
     """NLL by position for one scheme: the ends of its parts, and the NLL of each part.
 
-    At the longest length with numbers and at least `FEW` windows. A part of fewer than `FEW_TOKENS` tokens has no
-    number. Empty if no part has a number.
+    At the longest length with numbers and at least `FEW` windows, or with a text. A part of fewer than `FEW_TOKENS`
+    tokens has no number. Empty if no part has a number.
     """
-    mine = [row for row in of(perplexity_rows(rows), label) if row.get("position_ends") and windows(row) >= FEW]
+    placed = [row for row in of(perplexity_rows(rows), label) if row.get("position_ends")]
+    mine = [row for row in placed if row.get("text") or windows(row) >= FEW]
     longest = [row for row in mine if row["length"] == max(lengths(mine))]
     if not longest:
         return (), []
     ends, parts = longest[0]["position_ends"], zip(*(row["position_nll"] for row in longest), strict=True)
-    tokens = [windows(longest[0]) * (end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    over = len(texts(longest)) or windows(longest[0])
+    tokens = [over * (end - start) for start, end in zip([0, *ends], ends, strict=False)]
     found = [estimate(part) if n >= FEW_TOKENS else None for n, part in zip(tokens, parts, strict=True)]
+    if texts(longest):
+        found = [value and Estimate(value.mean) for value in found]
     return (tuple(ends), found) if any(found) else ((), [])
 
 

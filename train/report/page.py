@@ -13,13 +13,9 @@ from train.report import figures, numbers
 from train.report.numbers import Row
 from train.report.tables import (
     Table,
-    chosen_rates,
     counted_seeds,
-    every_trial,
     findings,
-    show_parts,
     tables,
-    updates_to_loss,
 )
 
 INDEX, FIGURE = "index.html", "figure.png"
@@ -59,49 +55,45 @@ def write(directory: Path, rows: Sequence[Row], about: About, trials: Sequence[R
     `trials` are those that chose the learning rates, if there were any.
     """
     drawn = pictures(rows, about)
-    publish(directory, drawn, render(rows, drawn, about, trials))
-
-
-def publish(directory: Path, pictures: Sequence[Picture], html: str) -> None:
-    """Writes the figures and the page of a report, and removes older figures."""
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
-    for picture in pictures:
+    for picture in drawn:
         (directory / picture.name).write_bytes(picture.png)
-    (directory / INDEX).write_text(html, encoding="utf-8")
+    (directory / INDEX).write_text(render(rows, drawn, about, trials), encoding="utf-8")
 
 
-def show(rows: Sequence[Row], console: Any, others: Sequence[Table] = ()) -> None:
-    """Prints the findings, the tables, further tables, and notes on a `rich.console.Console`."""
-    show_parts(console, findings(rows), [*tables(rows), *others], numbers.notes(rows))
+def show(rows: Sequence[Row], console: Any, trials: Sequence[Row] = ()) -> None:
+    """Prints the findings, the tables, and notes on a `rich.console.Console`."""
+    for sentence in findings(rows):
+        console.print(sentence, markup=False, highlight=False)
+    for each in tables(rows, trials):
+        each.show(console)
+    for note in numbers.notes(rows):
+        console.print(note, markup=False, highlight=False)
 
 
 def render(rows: Sequence[Row], pictures: Sequence[Picture], about: About, trials: Sequence[Row] = ()) -> str:
     """The HTML page: findings, figures, tables, notes, config and versions in one file without external resources."""
-    spread = f"Mean ± standard deviation over {numbers.seeds(rows)} seeds." if numbers.seeds(rows) > 1 else "One seed."
-    return page(
-        about,
-        pictures,
-        [*tables(rows), *updates_to_loss(rows), *chosen_rates(trials), *every_trial(trials)],
-        findings=findings(rows),
-        notes=[*counted_seeds(rows), *numbers.notes(rows)],
-        remark=spread,
-    )
-
-
-def page(about: About, pictures: Sequence[Picture], tables: Sequence[Table], **others: Any) -> str:
-    """The page of these parts, from the template in this folder.
-
-    Args:
-        about: title, config and versions.
-        pictures, tables: in this order.
-        others: `findings`, sentences above the figures; `notes`, which numbers are missing, and why; `remark`, which
-          follows the text of `about`.
-    """
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     versions = Table("", ("part", "version"), tuple((name, str(value)) for name, value in about.versions.items()))
     template = environment.get_template("page.html")
-    return template.render(about=about, pictures=pictures, tables=tables, versions=versions, **others)
+    return template.render(
+        about=about,
+        pictures=pictures,
+        tables=tables(rows, trials),
+        versions=versions,
+        findings=findings(rows),
+        notes=[*counted_seeds(rows), *numbers.notes(rows)],
+        remark=_remark(rows),
+    )
+
+
+def _remark(rows: Sequence[Row]) -> str:
+    """What a number of the page is the mean of."""
+    texts, seeds = numbers.texts(rows), numbers.seeds(rows)
+    if texts:
+        return f"Each is read by itself: {', '.join(texts)}."
+    return f"Mean ± standard deviation over {seeds} seeds." if seeds > 1 else "One seed."
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -132,16 +124,19 @@ def _caption(name: str, rows: Sequence[Row]) -> str:
         ),
         _SEEDS: numbers.seeds(rows) > 1,
     }
-    text = _CAPTION[name]
-    if name == FIGURE:
-        sliding = [_SLIDING] if "sliding" in numbers.measures(rows) else []
-        text = " ".join([text.format(length=numbers.last_length(rows)), *sliding, _PERPLEXITY])
+    text = _CAPTION.get(name) or " ".join([*(_MEASURED[each] for each in numbers.measures(rows)), _PERPLEXITY])
     shared = [] if name in ("reached.png", "depths.png") else [each for each, is_so in sentences.items() if is_so]
     return " ".join([text, *shared])
 
 
 _SEEDS = "Bands are one standard deviation over seeds; where seeds differ widely each is a thin line beside the mean."
-_SLIDING = "Sliding window: the new tokens of each step of a window, the same ones at every length."
+_MEASURED = {
+    "window": "Whole window: all tokens of windows that do not overlap. In short windows most tokens have little "
+    "context.",
+    "last": "Last tokens: only the last ones of a window, the same ones at every length. There a falling line means "
+    "that more context helps, and a rising line that it harms.",
+    "sliding": "Sliding window: the new tokens of each step of a window, the same ones at every length.",
+}
 _PERPLEXITY = "Perplexity is exp of the mean negative log-likelihood over tokens."
 _ALT = {
     FIGURE: "Perplexity against evaluation length, one line for each scheme",
@@ -153,9 +148,6 @@ _ALT = {
     "depths.png": "Accuracy by depth and length, one map for each task and scheme",
 }
 _CAPTION = {
-    FIGURE: "Whole window: all tokens of windows that do not overlap. In short windows most tokens have little "
-    "context. Last tokens: only the last {length} tokens, the same ones at every length. There a falling line means "
-    "that more context helps, and a rising line that it harms.",
     "training.png": "The loss of held-out rows at the training length while the schemes trained, from the same weights "
     "or seeds on. The axis ends 1.5 nats above the lowest value.",
     "reached.png": "The share of trainings whose logged loss was not yet below the loss that ends a training. A line "
@@ -163,10 +155,10 @@ _CAPTION = {
     "positions.png": "Perplexity by position: tokens with similar numbers of tokens before them in the window are "
     f"averaged, at least {numbers.FEW_TOKENS} at a time. Each scheme has the longest windows of which there are at "
     f"least {numbers.FEW}. Where a line turns upwards the model begins to fail. The axis ends at 40 times the "
-    "lowest value.",
+    "lowest value, or 5 times for a released model.",
     "tasks.png": "The share of right answers, over all depths if the task has depths. Dotted: the accuracy of a guess, "
-    "if that is not negligible. A pass key is right if it is anywhere in the text that the model writes; any other "
-    "answer is right if each of its tokens is the most likely one, given the true text before it.",
+    "if that is not negligible. An answer is right if each of its tokens is the most likely one, given the true text "
+    "before it.",
     "depths.png": "The share of right answers by the depth of the answer: 0 is the front of the text, 1 its end. Mean "
     "over seeds.",
 }

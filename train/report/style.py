@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from train.report.numbers import Estimate, Row
+from train.report.numbers import Estimate, Row, texts
 
 WIDTH = 12.0  # inches, of every figure of lines: the width of a page, so that text keeps its size
 # Okabe and Ito's palette, distinguishable with any colour vision; a dark red replaces its yellow, too pale for lines.
@@ -15,8 +15,7 @@ _DASHES = ("--", ":", "-.")  # of extensions
 _REFERENCE, _GRID, _DOTTED = "#8c8c8c", "#dddddd", "#666666"
 _MARKED = 12  # lines with up to this many points have markers
 _APART = 0.25  # above this ratio of standard deviation to mean a band would hide the single seeds
-_CLIP = 40.0  # perplexities above this multiple of the lowest one are outside the figure
-_TRAINED = "the training length"
+_CLIP, _CLIP_TEXTS = 40.0, 5.0  # perplexities above this multiple of the lowest one are outside the figure
 _ROOM = 1.5  # range in nats of an axis of losses
 
 Points = Mapping[float, Estimate]
@@ -125,7 +124,7 @@ def grid(panel: Any) -> None:
     panel.set_axisbelow(True)
 
 
-def length_axis(panel: Any, what: str, lengths: Sequence[int], own: int | None, own_name: str = _TRAINED) -> None:
+def length_axis(panel: Any, what: str, lengths: Sequence[int], own: int | None) -> None:
     """A logarithmic axis with ticks at the lengths, as multiples of the own one, and a dotted line at that one if it is
     in their range."""
     own = own or math.inf
@@ -135,7 +134,7 @@ def length_axis(panel: Any, what: str, lengths: Sequence[int], own: int | None, 
     panel.set_xticks(lengths, names)
     panel.minorticks_off()
     dotted = ", dotted" if marked else ""
-    panel.set_xlabel(f"{what}\n(times {own_name}{dotted})" if own < math.inf else what)
+    panel.set_xlabel(f"{what}\n(times the training length{dotted})" if own < math.inf else what)
     if marked:
         panel.axvline(own, color=_DOTTED, linestyle=":", linewidth=1.3, zorder=1, label="_training length")
 
@@ -152,10 +151,14 @@ def perplexity_axis(panel: Any, low: float, top: float) -> None:
     panel.minorticks_off()
 
 
-def perplexity_limits(values: Sequence[float]) -> tuple[float, float]:
-    """An axis for these perplexities, whose top does not depend on exploding values."""
+def perplexity_limits(values: Sequence[float], rows: Sequence[Row]) -> tuple[float, float]:
+    """An axis for these perplexities of rows, whose top does not depend on exploding values.
+
+    In a study of a released model it is lower, because the extensions that work differ by little.
+    """
     values = values or [1.0]
-    return min(values) / 1.08, min(max(values) * 1.12, min(values) * _CLIP)
+    clip = _CLIP_TEXTS if texts(rows) else _CLIP
+    return min(values) / 1.08, min(max(values) * 1.12, min(values) * clip)
 
 
 def loss_axis(panel: Any, values: Sequence[float]) -> None:

@@ -62,16 +62,6 @@ def headings(lengths: Sequence[int], train_length: int | None) -> list[str]:
     return [f"{n} ({n / train_length:.3g}x)" if train_length else str(n) for n in lengths]
 
 
-def show_parts(console: Any, sentences: Sequence[str], tables: Sequence[Table], notes: Sequence[str] = ()) -> None:
-    """Prints sentences, tables and notes on a `rich.console.Console`."""
-    for sentence in sentences:
-        console.print(sentence, markup=False, highlight=False)
-    for each in tables:
-        each.show(console)
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 _TITLES = {
@@ -81,20 +71,24 @@ _TITLES = {
 }
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """Perplexity at each length, by every measure; differences; the cost of training; and accuracy on tasks."""
+def tables(rows: Sequence[Row], trials: Sequence[Row] = ()) -> list[Table]:
+    """Perplexity at each length, by every measure; differences; costs; accuracy on tasks; the updates until a loss, and
+    the rates that `trials` chose."""
     perplexities = numbers.perplexity_rows(rows)
     return [
         *(_perplexities(perplexities, measure) for measure in numbers.measures(perplexities)),
         *_differences(perplexities),
         *_costs(perplexities),
         *_times(perplexities),
+        *_passes(perplexities),
         *(_accuracies(name, mine) for name, mine in numbers.tasks(rows).items()),
+        *updates_to_loss(perplexities),
+        *chosen_rates(trials),
     ]
 
 
 def _perplexities(rows: Sequence[Row], measure: str) -> Table:
-    scored = max(row.get(f"{measure}_tokens", 0) for row in rows)
+    scored = max(row.get(f"{measure}_tokens", 0) for row in rows) * max(1, len(numbers.texts(rows)))
     title = _TITLES[measure].format(tokens=scored, length=numbers.last_length(rows))
     return _by_length(title, rows, lambda label: numbers.curve(rows, label, measure), numbers.number)
 
@@ -103,7 +97,7 @@ def _accuracies(name: str, rows: Sequence[Row]) -> Table:
     cases, depths = rows[0]["cases"], len({row["depth"] for row in rows})
     places = "each length" if depths == 1 else f"each of {depths} depths of each length"
     chance = f"; a guess has {percent(rows[0]['chance'])}" if rows[0]["chance"] else ""
-    title = f"{numbers.spoken(name)}: right answers in % ({cases} cases at {places}{chance})"
+    title = f"{numbers.spoken(name)}: right answers in % ({cases} case{'s' * (cases > 1)} at {places}{chance})"
     return _by_length(title, rows, lambda label: numbers.accuracies(rows, label), percent)
 
 
@@ -124,9 +118,15 @@ def _differences(rows: Sequence[Row]) -> list[Table]:
     }
     if not any(any(each) for each in found.values()):
         return []
+    texts = numbers.texts(rows)
+    over = (
+        f"of the last tokens, by {len(texts)} texts"
+        if texts
+        else f"over the whole window, by {numbers.seeds(rows)} seeds"
+    )
     title = (
-        f"Paired differences from {first} in nats per token over the whole window, by {numbers.seeds(rows)} seeds: "
-        "mean [95 % interval by Student's t]; ≈ is within noise, as the interval includes 0"
+        f"Paired differences from {first} in nats per token {over}: mean [95 % interval by Student's t]; ≈ is within "
+        "noise, as the interval includes 0"
     )
     return [table(title, headings(at, own), {label: list(map(_written, each)) for label, each in found.items()})]
 
@@ -148,31 +148,14 @@ def _costs(rows: Sequence[Row]) -> list[Table]:
     mine = numbers.grouped([row for row in alone if row["length"] == numbers.lengths(alone)[0]], "label")
     speeds = {label: numbers.estimate(row["train_tokens_per_second"] for row in found) for label, found in mine.items()}
     memory = {label: numbers.estimate(row.get("peak_memory_bytes") for row in found) for label, found in mine.items()}
-    columns = {
-        "training tokens/s": _alike(speeds, max, whole),
-        "training peak MiB": _alike(memory, min, lambda size: whole(size / 2**20)),
-    }
-    known = {name: cells for name, cells in columns.items() if set(cells.values()) != {"-"}}
-    meaning = _ALIKE if numbers.seeds(alone) > 1 else _SINGLE
-    body = {label: [cells[label] for cells in known.values()] for label in mine}
+    columns = {"training tokens/s": (speeds, whole), "training peak MiB": (memory, lambda size: whole(size / 2**20))}
+    known = {name: column for name, column in columns.items() if any(column[0].values())}
+    meaning = "mean and spread over seeds" if numbers.seeds(alone) > 1 else _SINGLE
+    body = {label: [shown(values[label], written) for values, written in known.values()] for label in mine}
     return [table(f"Cost of training, each in a process of its own ({meaning})", list(known), body)]
 
 
-_ALIKE = "≈ is as good as the best, within the spreads of the two"
 _SINGLE = "single runs, which vary by some ten percent under other load on the machine"
-
-
-def _alike(values: Mapping[str, Estimate | None], best: Callable, written: Format) -> dict[str, str]:
-    """Every value as text, with a sign if it is as good as the best."""
-    top = best(filter(None, values.values()), key=lambda value: value.mean, default=None)
-    return {label: _mark(value, top) + shown(value, written) for label, value in values.items()}
-
-
-def _mark(value: Estimate | None, best: Estimate | None) -> str:
-    """A sign for values that differ from the best by less than the standard deviation of such differences."""
-    if value is None or value is best or value.spread is None or best.spread is None:
-        return ""
-    return "≈ " if abs(value.mean - best.mean) <= math.hypot(value.spread, best.spread) else ""
 
 
 def _times(rows: Sequence[Row]) -> list[Table]:
@@ -187,6 +170,19 @@ def _times(rows: Sequence[Row]) -> list[Table]:
 
     body = {label: [share(mine, kind) for kind in kinds] for label, mine in found.items()}
     return [table("Time of training in % of the wall-clock: steps are the goodput", kinds, body)] if body else []
+
+
+def _passes(rows: Sequence[Row]) -> list[Table]:
+    """Tokens a second and the memory of one pass of a study, at its longest length; empty without a study."""
+    read = [row for row in rows if row.get("memory_bytes")]
+    longest = [row for row in read if row["length"] == numbers.lengths(read)[-1]]
+    body = {
+        # The fastest of the texts: other load can only slow it down.
+        label: (whole(max(row["tokens_per_second"] for row in mine)), whole(mine[0]["memory_bytes"] / 2**20))
+        for label, mine in numbers.grouped(longest, "label").items()
+    }
+    header = ("tokens/s", "MiB of parameters and activations")
+    return [table(f"Cost of one pass over {longest[0]['length']:,} tokens", header, body)] if body else []
 
 
 # --- trainings that end at a loss, and trials -------------------------------------------------------------------------
@@ -243,21 +239,6 @@ def _choice(trials: Sequence[Row]) -> tuple[str, ...]:
     return f"{rate:.3g}", f"{factor:.3g}", f"{best:.4f}", second, str(len(tried))
 
 
-def every_trial(trials: Sequence[Row]) -> list[Table]:
-    """The perplexities of every trial; empty without trials."""
-    measured = numbers.lengths([row for row in trials if "length" in row])
-    body = []
-    for label, mine in numbers.grouped(trials, "label").items():
-        for (rate, factor), rows in sorted(numbers.grouped(mine, "learning_rate", "position_factor").items()):
-            found = {row.get("length"): row.get("window_perplexity") for row in rows}
-            cells = (numbers.number(found[n]) if found.get(n) else "-" for n in measured)
-            mark = "chosen" if rows[0]["chosen"] else rows[0]["error"] or ""
-            body.append((label, f"{rate:.3g}", f"{factor:.3g}", *cells, mark))
-    header = ("scheme", "learning rate", "factor for positions", *map(str, measured), "")
-    title = "Every trial: perplexity over whole windows of the text of the trials"
-    return [Table(title, header, tuple(body))] if body else []
-
-
 # --- findings ---------------------------------------------------------------------------------------------------------
 
 
@@ -270,27 +251,38 @@ def findings(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+_MOST_NAMED = 4  # schemes of the same perplexity are counted from this number on
+
+
 def _on_perplexity(rows: Sequence[Row]) -> list[str]:
-    """The best and the worst scheme at the longest length for which several have numbers."""
-    curves = {label: numbers.curve(rows, label) for label in numbers.labels(rows)}
+    """The best and the worst scheme at the longest length for which several have numbers; in a study, at each."""
+    curves = {label: numbers.curve(rows, label, numbers.measures(rows)[0]) for label in numbers.labels(rows)}
     found = {n: {label: mine[n].mean for label, mine in curves.items() if n in mine} for n in numbers.lengths(rows)}
     most = max(map(len, found.values()), default=0)
-    longest = max((n for n, means in found.items() if len(means) >= min(2, most) > 0), default=0)
-    if not longest:
-        return []
-    means, where = found[longest], _where(longest, numbers.train_length(rows))
-    order = sorted(means, key=means.__getitem__)
+    compared = [n for n, means in found.items() if len(means) >= min(2, most) > 0]
+    at = compared if numbers.texts(rows) else compared[-1:]
+    return [_best_and_worst(rows, found[n], n) + _beside(found, n) + "." for n in at]
+
+
+def _best_and_worst(rows: Sequence[Row], means: Mapping[str, float], length: int) -> str:
+    where, order = _where(length, numbers.train_length(rows)), sorted(means, key=means.__getitem__)
     lowest = numbers.number(means[order[0]])
     best = [label for label in order if numbers.number(means[label]) == lowest]
     if len(order) == 1:
-        short = min(curves[order[0]])
-        beside = f", {numbers.number(found[short][order[0]])} at {short:,} tokens" if short < longest else ""
-        return [f"{where} {order[0]} has a perplexity of {lowest}{beside}."]
+        return f"{where} {order[0]} has a perplexity of {lowest}"
     if best == order:
-        return [f"{where} all schemes have the same perplexity ({lowest})."]
-    named = f"{' and '.join(best)} {'has' if len(best) == 1 else 'have'} the lowest perplexity"
-    worst = f"{order[-1]} the highest ({numbers.number(means[order[-1]])})"
-    return [f"{where} {named} ({lowest}), {worst}{_distance(rows, *order[:2], longest)}."]
+        return f"{where} all schemes have the same perplexity ({lowest})"
+    named = " and ".join(best) if len(best) < _MOST_NAMED else f"{len(best)} schemes"
+    verb, worst = "has" if len(best) == 1 else "have", f"{order[-1]} the highest ({numbers.number(means[order[-1]])})"
+    behind = _distance(rows, order[0], order[len(best)], length)
+    return f"{where} {named} {verb} the lowest perplexity ({lowest}), {worst}{behind}"
+
+
+def _beside(found: Mapping[int, Mapping[str, float]], length: int) -> str:
+    """The perplexity of a single scheme at its shortest length; empty for several."""
+    label, *others = found[length]
+    short = min(n for n, means in found.items() if label in means)
+    return f", {numbers.number(found[short][label])} at {short:,} tokens" if not others and short < length else ""
 
 
 def _where(length: int, own: int | None) -> str:
@@ -301,29 +293,28 @@ def _where(length: int, own: int | None) -> str:
 
 
 def _distance(rows: Sequence[Row], best: str, second: str, length: int) -> str:
-    """Whether the best differs from the second by more than the noise of seeds; empty with one seed."""
+    """Whether the best differs from the second by more than the noise of seeds or texts; empty with one."""
     found = numbers.difference(rows, second, best, length)
     if found is None:
         return ""
     size = f"{found.mean:.3f} nats per token, 95 % interval {found.low:.3f} to {found.high:.3f}"
+    noise = f"the noise of the {'texts' if numbers.texts(rows) else 'seeds'} ({size})"
     if found.low > 0:
-        return f"; {best} is ahead of the second, {second}, by more than the noise of the seeds ({size})"
-    return f"; between {best} and the second, {second}, the difference is within the noise of the seeds ({size})"
+        return f"; {best} is ahead of the next, {second}, by more than {noise}"
+    return f"; between {best} and the next, {second}, the difference is within {noise}"
 
 
 def _on_few_windows(rows: Sequence[Row]) -> list[str]:
     """The curves that are omitted because too few windows were measured."""
-    found = []
-    if any(row.get("last_tokens") for row in rows) and numbers.endings(rows) < numbers.FEW:
-        windows = f"{numbers.endings(rows)} windows, of which the table has the numbers"
-        found.append(f"the last {numbers.last_length(rows)} tokens ({windows})")
-    if any(row.get("position_ends") for row in rows) and not any(
-        numbers.positions(rows, label)[0] for label in numbers.labels(rows)
-    ):
-        found.append("perplexity by position")
+    last = f"the last {numbers.last_length(rows)} tokens ({numbers.endings(rows)} windows, see the table)"
+    placed = any(numbers.positions(rows, label)[0] for label in numbers.labels(rows))
+    omitted = {
+        last: any(row.get("last_tokens") for row in rows) and "last" not in numbers.shown_measures(rows),
+        "perplexity by position": any(row.get("position_ends") for row in rows) and not placed,
+    }
+    what = " and ".join(name for name, is_so in omitted.items() if is_so)
     least = f"a curve takes {numbers.FEW}, and a point by position {numbers.FEW_TOKENS} tokens"
-    what = " and ".join(found)
-    return [f"No curve is shown of {what}: too few windows were measured ({least})."] if found else []
+    return [f"No curve is shown of {what}: too few windows were measured ({least})."] if what else []
 
 
 def _on_guesses(rows: Sequence[Row]) -> list[str]:

@@ -4,12 +4,9 @@ The hosts of a pod share no disk, so what a run reads and writes may be at any a
 may be in local folders and ``gs://`` only, because TensorStore writes their arrays.
 """
 
-import json
 import os
 import uuid
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 CHECKPOINT_SCHEMES = ("gs",)
@@ -99,19 +96,3 @@ def write_file(location: Path, text: str) -> None:
         os.replace(part, location)
     finally:
         part.unlink(missing_ok=True)
-
-
-def read_rows(location: Path) -> list[dict[str, Any]]:
-    """The rows of a file. An incomplete last line, left by an interruption, is dropped."""
-    text = location.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def write_rows(location: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a file of rows, atomically."""
-    write_file(location, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def append_row(location: Path, row: Mapping[str, Any]) -> None:
-    """Adds a row to a file, which is written anew, without an incomplete last line."""
-    write_rows(location, [*read_rows(location), row])

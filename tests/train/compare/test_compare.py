@@ -12,10 +12,11 @@ from refusals import refused
 from rich.console import Console
 
 from train.checkpoint.directory import RESULTS
-from train.compare.compare import compare, trainings
+from train.compare.compare import compare
+from train.compare.trainings import trainings
 from train.config import load, parse, to_dict
 from train.evaluate.saved import EVALUATION, evaluate
-from train.runtime.paths import read_rows
+from train.runtime.rows import read_rows
 
 SENTENCE = "the quick brown fox jumps over a lazy dog and then sleeps under that tree"
 LENGTHS = [8, 16, 32]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posjax.nn.huggingface.load import named_parameters
-from train.compare.compare import trainings
+from train.compare.trainings import trainings
 from train.config import load
 from train.loop.optimizer import TRAINED, param_labels
 from train.model.build import Setup, check_model

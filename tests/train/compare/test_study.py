@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +17,18 @@ import posjax as pj
 from posjax.nn import Decoder, DecoderConfig, Norm, save_pretrained
 from train.checkpoint.directory import RESULTS
 from train.compare.compare import compare
-from train.compare.study import measure as measuring
-from train.compare.study import run as running
-from train.compare.study import run_study
-from train.compare.study.cells import cells_of, digest_of_model, is_to_be_searched, result
-from train.compare.study.report import findings, tables
+from train.compare.study import study as running
+from train.compare.study.cells import cells_of, digest_of_model, is_to_be_searched, read_texts
+from train.compare.study.study import CELLS
 from train.config import dump, load, parse
 from train.data.tokenizer import load_tokenizer
 from train.evaluate.decoder import predictor_of
+from train.evaluate.perplexity import perplexity_in_one_window
 from train.evaluate.predictor import next_nll
-from train.evaluate.tasks import Vocabulary
-from train.model.build import evaluated_scheme
+from train.evaluate.tasks import Vocabulary, cases
+from train.model.build import Setup, evaluated_scheme
 from train.model.extension import completed
-from train.runtime.paths import read_rows
+from train.runtime.rows import read_rows
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 
@@ -87,7 +85,7 @@ def studied(values, output="", **changes):
     """The directory of a study, and what it printed."""
     console = Console(file=io.StringIO(), width=200)
     changes |= {"output": str(output)} if output else {}
-    return run_study(parse({**values, **changes}), console), console.file.getvalue()
+    return compare(parse({**values, **changes}), console), console.file.getvalue()
 
 
 def small(*schemes, lengths=(16,)):
@@ -110,18 +108,18 @@ def log_probabilities(decoder, tokens):
 
 def test_the_losses_are_those_of_the_extended_model(released, values, study):
     rows = read_rows(study[0] / RESULTS)
-    text = running.read_texts(parse(values))[0]
+    text = read_texts(Setup(parse(values)))[0]
     for label, extend in (("as released", {}), ("YaRN", {"frequencies": pj.rotary.YaRN(2.0, LENGTH, base=500.0)})):
         decoder = released[1].with_scheme(released[1].config.scheme.extend(**extend))
         tokens = text.last(64)
         nll = -np.asarray(log_probabilities(decoder, tokens[None, :-1]))[0, np.arange(64), tokens[1:]]
         (row,) = (r for r in rows if (r.get("label"), r["length"], r.get("text")) == (label, 64, text.name))
-        np.testing.assert_allclose(row["nll"], nll[-8:].mean(), rtol=1e-5)
+        np.testing.assert_allclose(row["last_nll"], nll[-8:].mean(), rtol=1e-5)
         ends = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
         assert row["position_ends"] == ends
         wanted = [nll[a:b].mean() for a, b in zip([0, *ends], ends, strict=False)]
         np.testing.assert_allclose(row["position_nll"], wanted, rtol=1e-5)
-        assert row["tokens_per_second"] == pytest.approx(64 / row["seconds"])
+        assert row["tokens_per_second"] > 0
         share = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(decoder))) / len(jax.devices())
         assert share < row["memory_bytes"] < 20 * share
         assert row["error"] is None
@@ -129,13 +127,13 @@ def test_the_losses_are_those_of_the_extended_model(released, values, study):
 
 def test_pass_keys_count_if_every_token_is_the_likeliest(released, values, study):
     """And their loss is that of the key's tokens."""
-    vocabulary = Vocabulary(load_tokenizer(parse(values).data))
-    rows = [row for row in read_rows(study[0] / RESULTS) if row["kind"] == "passkey" and row["label"] == "as released"]
+    config = parse(values)
+    vocabulary = Vocabulary(load_tokenizer(config.data))
+    rows = [row for row in read_rows(study[0] / RESULTS) if row.get("task") and row["label"] == "as released"]
     assert [(row["length"], row["depth"]) for row in rows] == [(256, 0.0), (256, 1.0)]
-    for row in rows:
+    for row, group in zip(rows, cases("passkey", config.evaluate.passkey, vocabulary, 256), strict=True):
         right, losses = [], []
-        for case in range(2):
-            sample = measuring._sample(vocabulary, SimpleNamespace(length=256, depth=row["depth"]), case)
+        for sample in group.samples:
             ((start, end),) = sample.answers
             tokens, size = sample.tokens[None], end - start
             text, answer = vocabulary.tokenizer.decode(tokens[0]).decode(), tokens[0, -size:]
@@ -149,14 +147,14 @@ def test_pass_keys_count_if_every_token_is_the_likeliest(released, values, study
 
 
 def test_factors_are_searched_on_text_that_no_cell_reads(values, study):
-    rows = read_rows(study[0] / RESULTS)
-    tried = [row for row in rows if row["kind"] == "search"]
+    rows = read_rows(study[0] / CELLS)
+    tried = [row for row in rows if "rule" in row]
     assert 4 <= len(tried) <= 6
-    (row, _) = (r for r in rows if r["kind"] == "text" and r["label"] == "LongRoPE" and r["length"] == 64)
+    (row, _) = (r for r in rows if r.get("text") and r["label"] == "LongRoPE" and r["length"] == 64)
     best = min(tried, key=lambda r: r["nll"])
-    assert row["extend"]["frequencies"]["long_factor"] == json.loads(best["rule"])[0]
+    assert row["extend"]["frequencies"]["long_factor"] == best["rule"][0]
     document = load_tokenizer(parse(values).data).tokens(b"This is two. " + TEXT.encode() * 40)
-    read = running.read_texts(parse(values))
+    read = read_texts(Setup(parse(values)))
     assert [text.name.rpartition("/")[2] for text in read] == ["two.txt", "one.txt"]
     np.testing.assert_array_equal(read[0].last(64), document[-65:])
     np.testing.assert_array_equal(read[0].last(16), document[-17:])
@@ -166,85 +164,67 @@ def test_factors_are_searched_on_text_that_no_cell_reads(values, study):
 def test_what_is_finished_is_not_done_again(values, study, tmp_path):
     """Numbers written by hand stay, and decide: cells are not measured again, nor rules of the search tried again."""
     shutil.copytree(study[0], tmp_path / "study")
-    kept = [row for row in read_rows(study[0] / RESULTS) if row["kind"] != "found"]
-    tried = [row for row in kept if row["kind"] == "search"]
+    kept = [row for row in read_rows(study[0] / CELLS) if "options" not in row]
+    tried = [row for row in kept if "rule" in row]
     tried[-1]["nll"] = 0.5
     kept = [row for row in kept if row.get("label") != "LongRoPE"]
-    kept[-1]["seconds"] = 1e6
+    kept[-1]["accuracy"] = 0.125
     lines = "".join(f"{json.dumps(row)}\n" for row in kept)
-    (tmp_path / "study" / RESULTS).write_text(lines + '{"kind": "te')  # the last line was cut off
+    (tmp_path / "study" / CELLS).write_text(lines + '{"key": "te')  # the last line was cut off
     directory, _ = studied(values, tmp_path)
-    after = read_rows(directory / RESULTS)
+    after = read_rows(directory / CELLS)
     assert after[: len(kept)] == kept
-    (found,) = (row for row in after if row["kind"] == "found")
-    assert found["options"]["long_factor"] == json.loads(tried[-1]["rule"])[0]
+    (found,) = (row for row in after if "options" in row)
+    assert found["options"]["long_factor"] == tried[-1]["rule"][0]
     assert {row.get("label", "LongRoPE") for row in after[len(kept) :]} == {"LongRoPE"}
 
 
 def test_more_extensions_are_added_and_the_report_is_of_the_config_alone(values, study, tmp_path):
     shutil.copytree(study[0], tmp_path / "study")
-    before = read_rows(study[0] / RESULTS)
+    before = read_rows(study[0] / CELLS)
     more = {**values["compare"], "schemes": [PLAIN, YARN, LONG, REROPE], "only": ["ReRoPE"]}
     directory, printed = studied(values, tmp_path, compare=more, evaluate={**EVALUATE, "lengths": [64]})
-    after = read_rows(directory / RESULTS)
+    after = read_rows(directory / CELLS)
     assert after[: len(before)] == before
     assert [(row["label"], row["length"]) for row in after[len(before) :]] == [("ReRoPE", 64)] * 2
-    assert "At 64 tokens" in printed
-    assert "At 16 tokens" not in printed
+    assert "(64 tokens)" in printed
+    assert {row["length"] for row in read_rows(directory / RESULTS)} == {64}
 
 
-def cells(config):
-    return cells_of(config, digest_of_model(config), config.compare.schemes[:2], running.read_texts(config))
+def keys(config):
+    setup = Setup(config)
+    cells = cells_of(setup, digest_of_model(setup), config.compare.schemes[:2], read_texts(setup))
+    return {cell.key for cell in cells}
 
 
 def test_another_option_text_or_model_is_another_cell(released, values, study, tmp_path):
-    rows = read_rows(study[0] / RESULTS)
-    assert all(result(cell, rows) for cell in cells(parse(values)))
+    known = {row["key"] for row in read_rows(study[0] / CELLS)}
+    assert keys(parse(values)) <= known
     factor = released_as("YaRN", frequencies={"name": "yarn", "factor": 8.0})
     for change in (
         {"compare": {**values["compare"], "schemes": [factor]}},
         {"compare": {**values["compare"], "scored": 4}},
         {"model": {"compute_dtype": "bfloat16"}},
     ):
-        assert not any(result(cell, rows) for cell in cells(parse({**values, "evaluate": EVALUATE, **change})))
+        assert known.isdisjoint(keys(parse({**values, "evaluate": EVALUATE, **change})))
     shutil.copytree(released[0], tmp_path / "tiny")
     moved = parse({**values, "init": str(tmp_path / "tiny")})
-    assert digest_of_model(moved) == digest_of_model(parse(values))
+    assert digest_of_model(Setup(moved)) == digest_of_model(Setup(parse(values)))
     shutil.rmtree(tmp_path / "tiny")
     (tmp_path / "tiny").mkdir()
     write_released(tmp_path / "tiny", seed=1)
-    assert not any(result(cell, rows) for cell in cells(moved))
+    assert known.isdisjoint(keys(moved))
 
 
-def test_the_page_has_a_sentence_for_each_length_a_table_and_versions(values, study):
+def test_the_page_says_which_is_best_and_has_the_differences_by_text(values, study):
     page, output = (study[0] / "index.html").read_text(), study[1]
     # Up to the model's own length YaRN changes nothing, so there its cells are not measured again.
-    measured = [
-        row["length"] for row in read_rows(study[0] / RESULTS) if row.get("label") == "YaRN" and row["kind"] == "text"
-    ]
+    measured = [row["length"] for row in read_rows(study[0] / CELLS) if row.get("label") == "YaRN" and row.get("text")]
     assert set(measured) == {64}
-    assert "At 64 tokens" in output
-    for part in ("At 64 tokens", "Loss of the last 8 tokens", "pass key found in %", "<h2>Versions</h2>"):
+    assert "(64 tokens)" in output
+    differences = "Paired differences from as released in nats per token of the last tokens, by 2 texts"
+    for part in (differences, "Perplexity of the last 8 tokens", "Passkey: right", "Cost of one pass over 64 tokens"):
         assert part in page
-    assert "LongRoPE: factors and temperature are those searched for 64 tokens, at every length" in page
-
-
-def text_row(label, text, nll, length=64):
-    sizes = {"sizes": {"scored": 8}, "kind": "text", "length": length, "error": None}
-    return {"label": label, "text": text, "nll": nll, "tokens_per_second": 1.0, "memory_bytes": 2**20, **sizes}
-
-
-def test_the_report_says_which_is_best_with_the_error_over_texts(values):
-    config = parse({**values, "compare": {"schemes": [PLAIN, YARN, REROPE]}})
-    rows = [text_row("as released", "a", 3.0), text_row("as released", "b", 5.0)]
-    rows += [text_row("YaRN", "a", 2.5), text_row("YaRN", "b", 4.4), text_row("ReRoPE", "a", 2.4)]
-    rows += [text_row("ReRoPE", "b", 4.6)]
-    (sentence,) = findings(config, rows)
-    assert sentence == (
-        "At 64 tokens YaRN is best, 3.450 nats per token; as released is 0.550 ± 0.050 behind, on 2 of 2 texts; ReRoPE "
-        "is 0.050 ± 0.150 behind, on 1 of 2 texts."
-    )
-    assert tables(config, rows)[0].rows[1] == ("YaRN", "3.450 ±0.071")
 
 
 def test_texts_begin_as_the_tokenizer_begins_them(released, values, tmp_path):
@@ -255,7 +235,7 @@ def test_texts_begin_as_the_tokenizer_begins_them(released, values, tmp_path):
     tokenizer = Tokenizer.from_file(place)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(place)
-    begun, plain = (running.read_texts(parse({**values, "init": str(p)}))[0] for p in (tmp_path / "tiny", released[0]))
+    begun, plain = (read_texts(Setup(parse({**values, "init": str(p)})))[0] for p in (tmp_path / "tiny", released[0]))
     for length in (16, 64):
         np.testing.assert_array_equal(begun.last(length), [0, *plain.last(length)[1:]])
 
@@ -267,10 +247,14 @@ def test_what_does_not_fit_the_model_is_reported_and_the_rest_is_measured(tmp_pa
     directory, printed = studied(values, tmp_path / "runs", init=str(tmp_path), **changes)
     page = (directory / "index.html").read_text()
     assert "<h2>Not measured</h2>" in page
-    for part in ("as released at 64: ", "YaRN at 64: frequencies", "LongRoPE at 64: search rescales plain RoPE"):
+    for part in (
+        "as released at 64: ",
+        "YaRN at 16, 64: frequencies",
+        "LongRoPE at 16, 64: search rescales plain RoPE",
+    ):
         assert part in page
     assert "LongRoPE: search rescales plain RoPE" in printed
-    assert [(row["label"], row["length"], row["error"]) for row in read_rows(directory / RESULTS)] == [
+    assert [(row["label"], row["length"], row["error"]) for row in read_rows(directory / CELLS)] == [
         ("as released", 16, None)
     ]
 
@@ -281,7 +265,7 @@ def test_a_loss_that_is_not_finite_is_an_error(tmp_path, values):
         (tmp_path / name).unlink()
     save_pretrained(nnx.merge(nnx.graphdef(decoder), jax.tree.map(lambda x: x * np.nan, nnx.state(decoder))), tmp_path)
     directory, _ = studied(values, tmp_path / "runs", init=str(tmp_path), **small())
-    (row,) = read_rows(directory / RESULTS)
+    (row,) = read_rows(directory / CELLS)
     assert "finite" in row["error"]
 
 
@@ -291,13 +275,13 @@ def test_what_needs_more_memory_is_left_for_a_larger_machine(values, tmp_path, m
     def exhausted(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    def measured(config, model, cell, mesh):
-        return exhausted() if cell.length == 64 else measuring.measure(config, model, cell, mesh)
+    def read(predictor, parameters, tokens, last):
+        return exhausted() if len(tokens) == 65 else perplexity_in_one_window(predictor, parameters, tokens, last)
 
-    monkeypatch.setattr(running, "measure", measured)
+    monkeypatch.setattr(running, "perplexity_in_one_window", read)
     monkeypatch.setattr("train.compare.study.search.search_factors", exhausted)
     directory, printed = studied(values, tmp_path, **small(PLAIN, LONG, lengths=[16, 64]))
-    assert [(row["label"], row["length"]) for row in read_rows(directory / RESULTS)] == [("as released", 16)]
+    assert [(row["label"], row["length"]) for row in read_rows(directory / CELLS)] == [("as released", 16)]
     assert "LongRoPE: more memory is needed" in printed
     assert "more memory is needed" in (directory / "index.html").read_text()
 
@@ -341,7 +325,6 @@ def measured_with(**evaluate):
         ("population", compared(search={"population": 2})),
         ("compare.seeds", compared(seeds=[0, 1])),
         ("evaluate.lengths", measured_with(lengths=[64, 100_000], tokens=100_000, batch_tokens=100_000)),
-        ("'copy'", measured_with(tasks=["copy"])),
         ("evaluate.tasks", measured_with(tasks=["passkey"], passkey={"lengths": [8]})),
         ("evaluate.stride", measured_with(stride=4)),
         ("scheme", {"scheme": "alibi"}),

@@ -12,8 +12,10 @@ from refusals import refused
 
 import posjax as pj
 from posjax import nn
+from posjax.training_positions import PositionSample
 from train.config import parse
-from train.evaluate.decoder import cache_for, predictor_of, to_decode
+from train.evaluate.decoder import cache_for, decoding, predictor_of, read, to_decode
+from train.evaluate.generate import SamplingOptions, tokens_after
 from train.evaluate.mesh import mesh_for, sizes_for, use_mesh, whole
 from train.evaluate.predictor import next_at, next_nll
 from train.model.mesh import AXES, mesh_from_sizes
@@ -52,11 +54,12 @@ def answers(model: nn.Decoder, where=None) -> dict:
         return {
             "nll": next_nll(predictor, parameters, TOKENS, LENGTH),
             "likeliest": next_at(predictor, parameters, TOKENS, AT, LENGTH)[0],
-            "greedy": predictor.greedy(parameters, TOKENS[:, :20], 7),
         }
 
     with use_mesh(where):
-        return jax.device_get(jax.jit(lambda p: jax.tree.map(whole, found(p)))(parameters))
+        numbers = jax.device_get(jax.jit(lambda p: jax.tree.map(whole, found(p)))(parameters))
+        following = tokens_after(model, TOKENS[0, :20], SamplingOptions(tokens=7, temperature=0), set(), where)
+        return {**numbers, "greedy": list(following)}
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE)])
@@ -166,13 +169,18 @@ def test_a_device_keeps_its_share_of_the_tokens_seen():
     """The cache of a long prompt takes most of the memory of decoding."""
     model = nnx.eval_shape(lambda: decoder(pj.scheme("rope"), **LARGE | {"num_layers": 4}))
     where = mesh("all")
-    predictor, parameters = predictor_of(model, 0, where)
+    _, parameters = predictor_of(model, 0, where)
     prompts = jax.ShapeDtypeStruct((2, 4000), jnp.int32)
-    graph, _ = to_decode(model, where)
+    graph, ready = to_decode(model, where)
+
+    def after(p, prompts):
+        step = decoding(graph, PositionSample(), 4008)
+        logits, kept = read(step, ready(p), cache_for(graph, p, prompts, 4008, where), prompts, where)
+        return whole(logits), kept
+
     cache = jax.eval_shape(lambda p, prompts: cache_for(graph, p, prompts, 4008), parameters, prompts)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     with use_mesh(where):
-        greedy = jax.jit(lambda p, prompts: whole(predictor.greedy(p, prompts, 8)))
-        program = greedy.lower(shapes_on(model, where, parameters), prompts).compile()
+        program = jax.jit(after).lower(shapes_on(model, where, parameters), prompts).compile()
     logits = 2 * 8 * 256 * 4008 * 4 / 8  # of attention, for a chunk: two rows, eight heads
     assert peak_bytes(program) < 2.2 * kept / 8 + 2 * logits

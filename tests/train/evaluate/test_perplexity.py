@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 
 from train.evaluate import perplexity
-from train.evaluate.perplexity import measure
+from train.evaluate.perplexity import perplexities
 from train.evaluate.predictor import Predictor
 from train.evaluate.windows import full_pieces, pieces
 
@@ -40,7 +40,7 @@ def by_position(parameters, tokens, length):
 def run(apply, documents=DOCUMENTS, **changes):
     options = {"lengths": (4, 8, 16), "last_length": 4, "tokens": 10_000, "batch_tokens": 32}
     predictor = Predictor(apply, lambda parameters, hidden: hidden)
-    return [found for (found,) in measure(predictor, [None], documents, **{**options, **changes})]
+    return [found for (found,) in perplexities(predictor, [None], documents, **{**options, **changes})]
 
 
 def zeros(*sizes):

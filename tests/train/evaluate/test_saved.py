@@ -18,7 +18,8 @@ from train.evaluate.mesh import mesh_for
 from train.evaluate.saved import EVALUATION, evaluate, evaluation_documents, last_length
 from train.evaluate.windows import pieces, whole_windows
 from train.loop.fit import fit
-from train.runtime.paths import read_rows
+from train.model.build import Setup
+from train.runtime.rows import read_rows
 
 pytestmark = pytest.mark.usefixtures("unpainted")
 
@@ -82,7 +83,7 @@ def test_a_curriculum_is_measured_as_its_last_stage_and_from_the_length_of_its_f
     assert {row["last_length"] for row in rows if "task" not in row} == {16} == {last_length(run)}
     config, model = restore_model(run.directory)
     assert config.scheme.options == {"base": 500.0}
-    chosen = whole_windows(pieces(evaluation_documents(run), 64, run.evaluate.tokens), 64)
+    chosen = whole_windows(pieces(evaluation_documents(Setup(run)), 64, run.evaluate.tokens), 64)
     assert rows[1]["window_nll"] == exact_nll(model, chosen, length=64)
     assert rows[1]["window_tokens"] == chosen.weights.sum()
 
@@ -111,7 +112,9 @@ def test_an_extension_is_measured_over_the_parameters_of_the_last_stage(run, row
 
 
 def test_tasks_and_stages_that_do_not_exist_here_are_refused(run):
-    refused("evaluate.tasks", lambda: evaluation_documents(config_of(run.directory, ["evaluate.tasks=[passkey]"])))
+    refused(
+        "evaluate.tasks", lambda: evaluation_documents(Setup(config_of(run.directory, ["evaluate.tasks=[passkey]"])))
+    )
     refused("stage", lambda: evaluate(run.directory, ["scheme.stage=shrt"]))
 
 
@@ -123,7 +126,7 @@ def test_an_earlier_stage_is_measured_also_below_its_training_length(run, rows):
     for row, length in zip(found, (8, 32), strict=True):
         assert (row["label"], row["base"]) == ("rope, short", "rope")
         assert (row["length"], row["train_length"], row["last_length"]) == (length, 16, 8)
-        chosen = whole_windows(pieces(evaluation_documents(run), 32, run.evaluate.tokens), length)
+        chosen = whole_windows(pieces(evaluation_documents(Setup(run)), 32, run.evaluate.tokens), length)
         assert row["window_nll"] == exact_nll(model, chosen, length=length)
     assert read_rows(run.directory / EVALUATION) == found, "earlier rows were measured on other text"
 

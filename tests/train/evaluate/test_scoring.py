@@ -11,13 +11,13 @@ import posjax as pj
 from train.config.settings.evaluate import EvaluateConfig
 from train.data.tokenizer import ByteTokenizer
 from train.evaluate.decoder import predictor_of
-from train.evaluate.predictor import NOT_FINITE, Predictor
-from train.evaluate.tasks import TASKS, Vocabulary, cases, measure_task
+from train.evaluate.generate import SamplingOptions, tokens_after
+from train.evaluate.predictor import Predictor
+from train.evaluate.tasks import TASKS, Vocabulary, cases, sizes_of, task_rows
 
 BYTES = Vocabulary(ByteTokenizer())
 CONFIG = EvaluateConfig()
 SIZE = 260
-FORCED = [name for name in TASKS if name != "passkey"]
 
 
 def certain(tokens):
@@ -31,21 +31,17 @@ def knowing(parameters, tokens, length):
     return certain(jnp.where(jnp.isin(ahead, parameters), (ahead + 1) % 256, ahead))
 
 
-def model(hidden, greedy=None):
-    return Predictor(hidden, lambda parameters, hidden: hidden, greedy)
-
-
-def measure(hidden, name, length=600, parameters=None, batch_tokens=4096, config=CONFIG):
+def measured(hidden, name, length=600, parameters=None, config=CONFIG):
     parameters = jnp.array([], jnp.int32) if parameters is None else parameters
-    predictor = hidden if isinstance(hidden, Predictor) else model(hidden)
-    return list(measure_task(predictor, parameters, BYTES, name, config.section(name), length, batch_tokens))
+    predictor = Predictor(hidden, lambda parameters, hidden: hidden)
+    return list(task_rows(predictor, parameters, BYTES, config, name, length))
 
 
-@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize("name", TASKS)
 def test_a_model_that_knows_every_token_has_all_answers_right(name):
-    rows = measure(knowing, name)
+    rows = measured(knowing, name)
     assert [row["accuracy"] for row in rows] == [1.0] * len(rows)
-    depths = np.linspace(0, 1, 5).tolist() if TASKS[name].has_depth else [None]
+    depths = np.linspace(0, 1, 5).tolist() if "depth" in sizes_of(name) else [None]
     assert [row["depth"] for row in rows] == depths
     assert {row["cases"] for row in rows} == {20}
     assert {(row["task"], row["length"], row["error"]) for row in rows} == {(name, 600, None)}
@@ -54,7 +50,7 @@ def test_a_model_that_knows_every_token_has_all_answers_right(name):
 @pytest.mark.parametrize("name", ["needle_single", "needle_multi_value", "copy"])
 def test_an_answer_is_right_if_all_its_tokens_are(name):
     wrong = {ord(symbol) for symbol in "37ABCxyz"}
-    rows = measure(knowing, name, parameters=jnp.array(sorted(wrong)))
+    rows = measured(knowing, name, parameters=jnp.array(sorted(wrong)))
     for row, group in zip(rows, cases(name, CONFIG.section(name), BYTES, 600), strict=True):
         shares = []
         for sample in group.samples:
@@ -66,7 +62,7 @@ def test_an_answer_is_right_if_all_its_tokens_are(name):
 
 def test_a_model_that_is_certain_of_one_symbol_is_right_by_chance():
     config = EvaluateConfig(batch_tokens=2**16, copy=CONFIG.copy.__class__(cases=50))
-    (row,) = measure(lambda _, tokens, __: certain(jnp.full_like(tokens, ord("k"))), "copy", config=config)
+    (row,) = measured(lambda _, tokens, __: certain(jnp.full_like(tokens, ord("k"))), "copy", config=config)
     assert row["chance"] == 1 / 93
     asked = 50 * 299
     assert row["accuracy"] == pytest.approx(1 / 94, abs=4 * np.sqrt(1 / 94 / asked))
@@ -79,42 +75,10 @@ def test_a_refused_length_and_logits_that_are_not_finite_are_reported():
     def broken(parameters, tokens, length):
         return jnp.where(tokens[:, :1, None] == 256, jnp.nan, knowing(parameters, tokens, length))
 
-    rows = measure(refusing, "induction")
+    rows = measured(refusing, "induction")
     assert [(row["accuracy"], row["error"]) for row in rows] == [(None, "no row for 600")] * 5
-    (row,) = measure(broken, "mqar")
+    (row,) = measured(broken, "mqar")
     assert (row["accuracy"], row["error"]) == (None, "the logits are not finite")
-
-
-def written(text, key):
-    """Tokens of a text in which KEY stands for the key, `|` for the end of the document, `!` for no number."""
-    found = np.frombuffer(text.replace("KEY", key).encode().ljust(64, b"."), np.uint8).astype(np.int32)
-    return np.where(found == ord("|"), BYTES.tokenizer.eos, np.where(found == ord("!"), NOT_FINITE, found))
-
-
-@pytest.mark.parametrize(
-    ("text", "accuracy"),
-    [
-        (" KEY.", 1.0),
-        ("..., I think KEY, or was it", 1.0),
-        (" K E Y", 0.0),
-        (" no idea| KEY", 0.0),
-        ("KEY|!!!", 1.0),
-        ("it is !KEY", None),
-    ],
-)
-def test_a_passkey_counts_if_it_is_in_the_text_up_to_the_end_of_the_document(text, accuracy):
-    prompts = [p for group in cases("passkey", CONFIG.passkey, BYTES, 600) for p in group.samples]
-    answers = {p.tokens.tobytes(): written(text, p.answer.decode()) for p in prompts}
-
-    def greedy(parameters, prompts, new):
-        def look_up(prompts):
-            return np.stack([answers[np.asarray(row).tobytes()] for row in prompts])
-
-        return jax.pure_callback(look_up, jax.ShapeDtypeStruct((len(prompts), new), jnp.int32), prompts)
-
-    rows = measure(model(knowing, greedy), "passkey")
-    assert {row["accuracy"] for row in rows} == {accuracy}
-    assert {row["error"] for row in rows} == {None if accuracy is not None else "the logits are not finite"}
 
 
 NTK = {"name": "dynamic-ntk", "original_length": 16}
@@ -130,13 +94,16 @@ def test_greedy_decoding_writes_what_one_forward_pass_over_the_whole_text_predic
     shape = {"vocab_size": SIZE, "num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16, "tied_head": False}
     config = pj.nn.DecoderConfig(**shape, scheme=SCHEMES[name])
     decoder = nnx.jit(lambda: pj.nn.Decoder(config, rngs=nnx.Rngs(3)))()
+    graph, drawn = nnx.split(decoder)
+    # Thrice as large, so that much depends on what attention finds.
+    decoder = nnx.merge(graph, jax.tree.map(lambda x: 3 * np.asarray(x), drawn))
     predictor, parameters = predictor_of(decoder, seed=0)
-    parameters = jax.tree.map(lambda x: 3 * np.asarray(x), parameters)  # so that much depends on what attention finds
-    prompts = np.random.default_rng(0).integers(0, SIZE, (2, size), np.int32)
-    new = jax.jit(lambda p, x: predictor.greedy(p, x, 6))(parameters, prompts)
-    chex.assert_shape(new, (2, 6))
-    whole = np.concatenate([prompts, new], axis=1)
-    logits = jax.jit(lambda p, x: predictor.logits(p, predictor.hidden(p, x, size + 6)))(parameters, whole)
-    chex.assert_shape(logits, (2, size + 6, SIZE))
-    np.testing.assert_array_equal(new, np.asarray(logits).argmax(-1)[:, size - 1 : -1])
-    assert len(set(np.asarray(new).ravel().tolist())) > 6
+    predicted = jax.jit(lambda p, x: predictor.logits(p, predictor.hidden(p, x, size + 6)))
+    found = set()
+    for prompt in np.random.default_rng(0).integers(0, SIZE, (2, size), np.int32):
+        new = list(tokens_after(decoder, prompt, SamplingOptions(tokens=6, temperature=0), ends=set()))
+        logits = predicted(parameters, np.concatenate([prompt, new])[None])
+        chex.assert_shape(logits, (1, size + 6, SIZE))
+        np.testing.assert_array_equal(new, np.asarray(logits).argmax(-1)[0, size - 1 : -1])
+        found |= set(new)
+    assert len(found) > 6

@@ -20,6 +20,7 @@ from train.report.numbers import (
     is_above_chance,
     last_length,
     notes,
+    of_shared_texts,
     positions,
     train_length,
     training_length_loss,
@@ -146,3 +147,35 @@ def test_every_scheme_belongs_to_its_family():
         *(numbers.ABSOLUTE, numbers.ROTATIONS, numbers.BIASES),
         *(numbers.COCA, numbers.LINEAR, numbers.OTHER),
     ]
+
+
+def read(label, losses, length=64, **about):
+    """Rows of a study: the loss of the last tokens of every text."""
+    return [
+        {**row, "text": name, "last_nll": loss, **about}
+        for name, loss in losses.items()
+        for row in text(label, (5.0,), lengths=(length,))
+    ]
+
+
+def test_texts_are_paired_and_their_losses_are_averaged():
+    rows = read("plain", {"a": 3.0, "b": 5.0}) + read("yarn", {"b": 4.4, "a": 2.5})
+    assert curve(rows, "plain", "last") == {64: Estimate(math.exp(4.0))}
+    found = difference(rows, "yarn", "plain", 64)
+    expected = stats.ttest_1samp([-0.5, -0.6], 0).confidence_interval(0.95)
+    assert (found.mean, found.low, found.high) == pytest.approx((-0.55, expected.low, expected.high))
+    placed = {"position_ends": [32, 512], "position_nll": [9.0, 2.0]}
+    both = [{**row, **placed} for row in rows]
+    assert positions(both, "yarn") == ((32, 512), [None, Estimate(2.0)])
+
+
+def test_means_are_over_the_texts_that_all_schemes_have_read():
+    """A length at which no shared text is read by all is left out, and schemes with an error do not count."""
+    rows = read("plain", {"a": 3.0, "b": 5.0, "c": 1.0}) + read("yarn", {"a": 2.5, "b": 4.4})
+    rows += read("plain", {"a": 3.0, "b": 5.0}, 128) + read("yarn", {"b": 4.4}, 128)
+    failed = read("t5", {"a": None}, 128, error="no memory")
+    asked = task("copy", "plain", (1.0,), lengths=(256,))
+    rows += failed + asked + read("plain", {"a": 3.0}, 256) + read("yarn", {"c": 4.4}, 256)
+    kept = [(row["label"], row["length"], row["text"]) for row in of_shared_texts(rows) if row not in failed + asked]
+    assert kept == [("plain", 64, "b"), ("yarn", 64, "b"), ("plain", 128, "b"), ("yarn", 128, "b")]
+    assert [row for row in of_shared_texts(rows) if row in failed + asked] == failed + asked

@@ -39,16 +39,16 @@ def costly(label, speeds, memories):
     ]
 
 
-def test_costs_that_differ_by_less_than_their_spread_are_alike():
+def test_costs_are_means_with_their_spread():
     rows = costly("rope", (100.0, 140.0), (700, 701)) + costly("alibi", (110.0, 120.0), (300, 301))
     found = table([*rows, *costly("t5", (20.0, 30.0), (301, 302))], "Cost")
     assert found.rows == (
         ("rope", "120 ±28", "700 ±1"),
-        ("alibi", "≈ 115 ±7", "300 ±1"),
-        ("t5", "25 ±7", "≈ 302 ±1"),
+        ("alibi", "115 ±7", "300 ±1"),
+        ("t5", "25 ±7", "302 ±1"),
     )
     single = table(costly("rope", (100.0,), (None,)) + costly("alibi", (100.0,), (None,)), "Cost")
-    assert single.rows == (("rope", "100"), ("alibi", "100"))  # never alike, and no memory was measured
+    assert single.rows == (("rope", "100"), ("alibi", "100"))  # no memory was measured
     assert table(costly("rope", (None,), (700,)), "Cost") is None  # trainings that ran together
 
 
@@ -105,8 +105,6 @@ def test_trials_are_shown_and_the_chosen_one_is_compared_with_the_second_best():
     ]
     (choice,) = report.chosen_rates(trials)
     assert choice.rows == (("t5", "0.001", "30", "2.0000", "0.5000", "3"), ("rope", "0.003", "1", "2.2000", "-", "1"))
-    page = report.render(text("rope", (5.0,)), [], report.About("", "", "", "", {}), trials)
-    assert all(f">{cell}</td>" in page for cell in ("4.00", "4.29", "chosen", "training diverged"))
     assert report.chosen_rates([]) == []
 
 

@@ -1,9 +1,8 @@
-"""The cells of a study, in the order of measurement."""
+"""The cells of a study, in the order of measurement, and the model and the texts that they are about."""
 
-import dataclasses
 import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,18 +10,17 @@ import numpy as np
 
 from posjax.nn.huggingface.files import is_local, open_location
 from posjax.nn.huggingface.load import is_gguf
-from train.config import CompareConfig, Config, MeshConfig, SchemeConfig
-from train.config.settings.checks import check, unknown
-from train.data.tokenizer import load_tokenizer
+from train.config import Config, SchemeConfig
+from train.config.settings.checks import check
+from train.data.sources import all_documents
 from train.evaluate.search import check_searchable
 from train.evaluate.tasks import Vocabulary, lengths_of
 from train.evaluate.windows import ending
-from train.model.build import RELEASED, extension_of, model_length
+from train.model.build import Setup, extension_of, model_length
+from train.runtime.rows import key_of
 
-TEXT, PASSKEY = "text", "passkey"
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StudyText:
     """A text to read: a name, as many tokens as the longest cell needs, and the opening of the model's texts."""
 
@@ -34,61 +32,83 @@ class StudyText:
         """The opening and the last tokens, ``length + 1`` together: ``length`` inputs, each with a target."""
         return ending(self.tokens, length, self.opening)
 
-    def digest(self, length: int) -> str:
-        """A hash of the tokens: it differs between texts that end differently."""
-        return hashlib.sha256(self.last(length).tobytes()).hexdigest()[:12]
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Cell:
-    """One measurement.
+    """One measurement: of a text, or of a task.
 
     Args:
-        model_digest: the hash of the model; see `digest_of_model`.
+        config: the config of the study.
+        model: the hash of the model; see `digest_of_model`.
         entry: the extension.
-        extend: the slots of the extension with all options at this length; those of the entry if they do not fit the
-          model.
-        refusal: why the slots do not fit; empty if they do.
-        kind: ``"text"`` or ``"passkey"``.
         length: the length in tokens.
-        text: the text to read, for a cell of text.
-        depth: the depth of the pass key, for a cell of that kind.
-        sizes: all other settings that determine the numbers.
+        text: the text to read; None for a task.
+        task: the name of the task; empty for a text.
     """
 
-    model_digest: str
+    config: Config
+    model: str
     entry: SchemeConfig
-    extend: Mapping[str, Any]
-    refusal: str
-    kind: str
     length: int
     text: StudyText | None = None
-    depth: float | None = None
-    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    task: str = ""
 
     @cached_property
-    def key(self) -> dict[str, Any]:
-        """The key that identifies it; a row with the same key is its result."""
-        text = {} if self.text is None else {"text": self.text.name, "digest": self.text.digest(self.length)}
-        found = {"model": self.model_digest, "label": self.entry.label, "extend": self.extend, "kind": self.kind}
-        found |= {"length": self.length, "depth": self.depth, "sizes": self.sizes}
-        return json.loads(json.dumps(found | text))
+    def extension(self) -> tuple[Mapping[str, Any], str]:
+        """The slots of the entry with all options at this length; or its own slots, and why they do not fit."""
+        try:
+            if is_to_be_searched(self.entry):
+                check_searchable(self.config)
+                raise ValueError("no factors of LongRoPE were found for this model")
+            return extension_of(self.config, self.entry, self.length), ""
+        except ValueError as error:
+            return self.entry.extend, str(error)
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of all that determines its numbers.
+
+        Its label does not: extensions that change nothing up to the model's length share their cells.
+        """
+        if self.text is None:
+            what = {"task": self.task, **self.config.evaluate.section(self.task).sizes()}
+        else:
+            what = {"text": [self.text.name, self.text.last(self.length).tolist()], "scored": scored(self.config)}
+        return key_of({"model": self.model, "extend": self.extension[0], "length": self.length, **what})
 
     @property
-    def description(self) -> str:
-        """A description in one line."""
-        what = f"pass key at depth {self.depth:.2f}" if self.text is None else self.text.name
-        return f"{self.entry.label} at {self.length:,}: {what}"
+    def columns(self) -> dict[str, Any]:
+        """The columns of its rows that identify it."""
+        what = {"task": self.task} if self.text is None else {"text": self.text.name}
+        found = {"key": self.key, "label": self.entry.label, "base": None, "family": _family(self.entry.extend)}
+        found |= {"extend": self.extension[0], "seed": self.config.seed, "train_length": model_length(self.config)}
+        return found | {"length": self.length, **what}
 
 
-def chosen_entries(config: Config) -> list[SchemeConfig]:
-    """The extensions to study. Raises ValueError for an unknown label in ``compare.only``."""
-    entries, only = config.compare.schemes, config.compare.only
-    labels = [entry.label for entry in entries]
-    for label in only:
-        if label not in labels:
-            raise unknown("compare.only", label, labels, "label")
-    return [entry for entry in entries if not only or entry.label in only]
+_FAMILIES = {"frequencies": "frequencies", "remap": "distances remapped", "mask": "windows"}
+
+
+def _family(extend: Mapping[str, Any]) -> str:
+    """What an extension changes first, by which figures of many extensions are split."""
+    return next((title for slot, title in _FAMILIES.items() if slot in extend), "others")
+
+
+def cells_of(setup: Setup, model: str, entries: Sequence[SchemeConfig], texts: Sequence[StudyText]) -> list[Cell]:
+    """All cells: those of texts, shorter ones first and text by text, so that all extensions can be compared early.
+
+    Then those of tasks.
+
+    Args:
+        setup: the config of the study, and what it means.
+        model: the hash of the model.
+        entries: the extensions, with the factors found by searches.
+        texts: the texts to read.
+    """
+    config, vocabulary = setup.config, Vocabulary(setup.tokenizer)
+    asked = [{"length": length, "text": text} for length in config.evaluate.lengths for text in texts]
+    for task in config.evaluate.tasks:
+        asked += [{"length": length, "task": task} for length in lengths_of(task, config.evaluate, vocabulary)]
+    return [Cell(config, model, entry, **each) for each in asked for entry in entries]
 
 
 def is_to_be_searched(entry: SchemeConfig) -> bool:
@@ -97,76 +117,21 @@ def is_to_be_searched(entry: SchemeConfig) -> bool:
     return isinstance(change, Mapping) and change.get("name") == "longrope" and "long_factor" not in change
 
 
-def cells_of(
-    config: Config, model_digest: str, entries: Sequence[SchemeConfig], texts: Sequence[StudyText]
-) -> list[Cell]:
-    """All cells: those of text, then those of the pass key if ``evaluate.tasks`` names it.
-
-    Args:
-        config: the config of the study.
-        model_digest: the hash of the model.
-        entries: the extensions, with the factors found by searches.
-        texts: the texts to read.
-    """
-    cells = [*_text_cells(config, model_digest, entries, texts)]
-    return cells + ([*_passkey_cells(config, model_digest, entries)] if PASSKEY in config.evaluate.tasks else [])
-
-
-def _text_cells(
-    config: Config, model_digest: str, entries: Sequence[SchemeConfig], texts: Sequence[StudyText]
-) -> Iterator[Cell]:
-    """The cells of text: shorter ones first, and text by text, so that all extensions can be compared early."""
-    sizes = {"scored": scored(config)}
-    for length in config.evaluate.lengths:
-        extended = [(entry, *_extension(config, entry, length)) for entry in entries]
-        for text in texts:
-            for each in extended:
-                yield Cell(model_digest, *each, TEXT, length, text=text, sizes=sizes)
-
-
-def _passkey_cells(config: Config, model_digest: str, entries: Sequence[SchemeConfig]) -> Iterator[Cell]:
-    """Each length that is long enough for a pass key, with each depth."""
-    section = config.evaluate.passkey
-    sizes = {"cases": section.cases}
-    for length in lengths_of(PASSKEY, config.evaluate, Vocabulary(load_tokenizer(config.data))):
-        for entry in entries:
-            extended = _extension(config, entry, length)
-            for depth in np.linspace(0, 1, section.depths):
-                yield Cell(model_digest, entry, *extended, PASSKEY, length, depth=float(depth), sizes=sizes)
-
-
-def _extension(config: Config, entry: SchemeConfig, length: int) -> tuple[Mapping[str, Any], str]:
-    """The slots of an entry with all options at a length; or its own slots, and why they do not fit the model."""
-    try:
-        if is_to_be_searched(entry):
-            check_searchable(config)
-            raise ValueError("no factors of LongRoPE were found for this model")
-        return extension_of(config, entry, length), ""
-    except ValueError as error:
-        return entry.extend, str(error)
-
-
 def scored(config: Config) -> int:
     """The number of scored tokens at the end of a text."""
     return config.compare.scored or max(1, model_length(config) // 4)
 
 
-def digest_of_model(config: Config) -> str:
+def digest_of_model(setup: Setup) -> str:
     """A hash that differs between models with different weights, config, tokenizer or compute dtype.
 
     Local files are read completely; at a URL the file system's own checksum of the contents is used.
     """
-    location = config.init.path
+    config, location = setup.config, setup.config.init.path
     files, root = open_location(location)
-    names = [root] if is_gguf(location) else sorted(filter(_is_weights, files.ls(root, detail=False)))
+    names = [root] if is_gguf(location) else sorted(files.glob(f"{root}/*.safetensors"))
     marks = [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
-    tokenizer = load_tokenizer(config.data).identity
-    whole = json.dumps([config.init.values, config.model.compute_dtype, tokenizer, marks], sort_keys=True)
-    return hashlib.sha256(whole.encode()).hexdigest()[:12]
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(".safetensors")
+    return key_of([config.init.values, config.model.compute_dtype, setup.tokenizer.identity, marks])
 
 
 def _file_digest(name: str) -> str:
@@ -174,47 +139,34 @@ def _file_digest(name: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def result(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row of a cell; None if it is not measured yet.
+def read_texts(setup: Setup) -> list[StudyText]:
+    """The ends of documents that are long enough for the longest length, the longest documents first, at most
+    ``compare.texts``.
 
-    The row of another label is used if all else is equal, as for extensions that change nothing up to the model's
-    length.
+    Raises ValueError if there is none, and for a length that is shorter than the scored part.
     """
-    wanted = [(name, value) for name, value in cell.key.items() if name != "label"]
-    found = [row for row in rows if all(row.get(name) == value for name, value in wanted)]
-    return {**found[0], "label": cell.entry.label} if found else None
-
-
-def _ignored(config: Config) -> dict[str, bool]:
-    """Whether the config sets keys that a study does not read: those of a training or of another kind of evaluation."""
-    return {
-        "stages": bool(config.stages),
-        "train.mesh": config.train.mesh != MeshConfig(),
-        "compare.seeds": config.compare.seeds != CompareConfig().seeds,
-        "evaluate.stride": config.evaluate.stride != 0,
-    }
-
-
-def check_entries(config: Config) -> None:
-    """Raises ValueError for a study without extensions, or with an entry that needs training."""
+    config, tokenizer = setup.config, setup.tokenizer
+    span = max(config.evaluate.lengths)
+    least = min(config.evaluate.lengths)
+    check(least >= scored(config), f"evaluate.lengths: {least} is below compare.scored, {scored(config)} tokens")
+    # A token has at least one byte, so shorter documents need not be tokenised.
+    long = [document for document in all_documents(config.data) if len(document.text) > span]
+    long.sort(key=lambda document: -len(document.text))
+    texts = []
+    for document in long:
+        tokens = tokenizer.tokens(document.text)
+        if len(tokens) > span:
+            texts.append(StudyText(_new_name(document.name, texts), tokens[-span - 1 :], tokenizer.opening))
+        if len(texts) == config.compare.texts:
+            break
     check(
-        bool(config.compare.schemes), "compare.schemes is empty: list the extensions, as {name: released, extend: ...}"
+        bool(texts),
+        f"evaluate.lengths: no document has {span + 1} tokens; name longer ones under data.paths, or shorter lengths",
     )
-    for entry in config.compare.schemes:
-        check(
-            entry.name == "released",
-            f"compare.schemes: {entry.label!r} is not the scheme of the model under init, so it must be trained; set "
-            "train.steps, or name it released",
-        )
-        beside = [*entry.options, *(["stage"] if entry.stage else [])]
-        check(
-            not beside,
-            f"compare.schemes: {entry.label!r} has {' and '.join(beside)} beside its name, which only a training "
-            "reads; put slots under extend",
-        )
-    own = config.scheme == SchemeConfig(RELEASED)
-    check(own, "scheme: a study measures the entries of compare.schemes; put what changes the model under extend there")
-    for name, given in _ignored(config).items():
-        check(not given, f"{name}: a study does not read it; leave it out")
-    for task in config.evaluate.tasks:
-        check(task == PASSKEY, f"evaluate.tasks: a study has the task {PASSKEY!r} alone, found {task!r}")
+    return texts
+
+
+def _new_name(name: str, texts: Sequence[StudyText]) -> str:
+    """The name of a document; with a number if another one has the same name, as in another part of a mixture."""
+    same = sum(text.name.partition(" #")[0] == name for text in texts)
+    return f"{name} #{same + 1}" if same else name

@@ -45,13 +45,6 @@ class DepthConfig(TaskConfig):
 
 
 @dataclass(frozen=True)
-class PasskeyConfig(DepthConfig):
-    """A number of five digits in filler text, asked for at the end."""
-
-    new_tokens: int = 64  # tokens generated for the answer; part of the length
-
-
-@dataclass(frozen=True)
 class PasskeyTokensConfig(DepthConfig):
     """A passkey among random symbols, for small models."""
 
@@ -115,7 +108,7 @@ class EvaluateConfig:
     mesh: EvaluateMesh | None = None  # default: all devices; rows over as many as possible, each row over the rest
     stride: int = 0  # tokens by which a sliding window moves, and which are scored; 0: no sliding windows
     tasks: tuple[str, ...] = ()
-    passkey: PasskeyConfig = field(default_factory=PasskeyConfig)
+    passkey: DepthConfig = field(default_factory=DepthConfig)
     passkey_tokens: PasskeyTokensConfig = field(default_factory=PasskeyTokensConfig)
     needles: NeedlesConfig = field(default_factory=NeedlesConfig)
     variable_tracking: VariablesConfig = field(default_factory=VariablesConfig)

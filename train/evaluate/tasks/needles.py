@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from train.evaluate.tasks.sample import Sample
-from train.evaluate.tasks.text import compose, drawn, listed
+from train.evaluate.tasks.text import compose, different, drawn, listed
 from train.evaluate.tasks.vocabulary import Vocabulary
 from train.evaluate.tasks.words import NOUNS
 
@@ -68,10 +68,7 @@ def _things(generator: np.random.Generator, count: int) -> list[str]:
 
 def _numbers(generator: np.random.Generator, count: int, digits: int) -> list[str]:
     """Different numbers with this many digits."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[str(generator.integers(10 ** (digits - 1), 10**digits))] = None
-    return list(found)
+    return different(count, lambda: str(generator.integers(10 ** (digits - 1), 10**digits)))
 
 
 def _depths(generator: np.random.Generator, count: int) -> list[float]:

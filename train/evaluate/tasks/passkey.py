@@ -1,11 +1,10 @@
 """A number hidden in filler text (Mohtashami and Jaggi, arXiv 2305.16300)."""
 
 import itertools
-from typing import NamedTuple
 
 import numpy as np
 
-from train.evaluate.tasks.sample import Sample, Tokens, joined, too_short
+from train.evaluate.tasks.sample import Sample, joined, too_short
 from train.evaluate.tasks.text import compose
 from train.evaluate.tasks.vocabulary import Vocabulary
 
@@ -20,44 +19,17 @@ SENTENCES = (
 QUESTION = "\nWhat is the pass key? The pass key is"
 
 
-class Prompt(NamedTuple):
-    """A text that ends in a question, and the answer that its continuation must contain."""
-
-    tokens: np.ndarray
-    answer: bytes
-
-
-def passkey(
-    generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float, new_tokens: int
-) -> Prompt:
-    """`length - new_tokens` tokens: an opening, a share `depth` of the filler, the fact, the rest of the filler, the
-    question. The key is uniform over the integers of five digits; the filler repeats five sentences in their order.
+def passkey(generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float) -> Sample:
+    """An opening, a share `depth` of the filler, the fact, the rest of the filler, the question, and the key, which is
+    the only answer. The key is uniform over the integers of five digits; the filler repeats five sentences in their
+    order.
 
     Raises ValueError for a length that is too short.
     """
-    key = _key(generator)
-    return Prompt(_asked(vocabulary, length, depth, key, new_tokens), key.encode())
-
-
-def passkey_answered(generator: np.random.Generator, vocabulary: Vocabulary, length: int, depth: float) -> Sample:
-    """The text of `passkey` for the same key, followed by the key, the only answer; `length` tokens in all.
-
-    The key has the tokens that it has after the question: alone, many tokenizers would start it with an extra space.
-    """
-    key = _key(generator)
-    answer = vocabulary.tokens(f"{QUESTION} {key}")[len(vocabulary.tokens(QUESTION)) :]
-    return joined([(_asked(vocabulary, length, depth, key, len(answer)), False), (answer, True)])
-
-
-def _key(generator: np.random.Generator) -> str:
-    return str(generator.integers(10_000, 100_000))
-
-
-def _asked(vocabulary: Vocabulary, length: int, depth: float, key: str, room: int) -> Tokens:
-    """The text up to the end of the question, with `room` for more tokens."""
+    key = str(generator.integers(10_000, 100_000))
     fact = f"The pass key is {key}. Remember it. {key} is the pass key. "
-    filler, question = itertools.cycle(SENTENCES), [(QUESTION, False)]
-    return compose(vocabulary, length, _OPENING, filler, [fact], [depth], question, room).tokens
+    ending = [(QUESTION, False), (f" {key}", True)]
+    return compose(vocabulary, length, _OPENING, itertools.cycle(SENTENCES), [fact], [depth], ending)
 
 
 def passkey_tokens(

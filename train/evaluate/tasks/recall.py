@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from train.evaluate.tasks.passkey import passkey_tokens
 from train.evaluate.tasks.sample import Sample, joined, too_short
 from train.evaluate.tasks.vocabulary import Vocabulary
 
@@ -53,11 +54,4 @@ def induction(generator: np.random.Generator, vocabulary: Vocabulary, length: in
     Random symbols, a pair of them at a depth, and at the end the first of the pair again; the answer is the second. The
     first appears nowhere else; a share `depth` of the other symbols is before the pair.
     """
-    idle = length - 1 - 4
-    if idle < 0:
-        raise too_short(length, 5)
-    first, *others = generator.permutation(vocabulary.symbols)
-    filler, second = generator.choice(others, idle), generator.choice(others, 1)
-    before = round(depth * idle)
-    parts = [vocabulary.begin, filler[:before], [first], second, filler[before:], [first]]
-    return joined([*((part, False) for part in parts), (second, True)], len(others))
+    return passkey_tokens(generator, vocabulary, length, depth, key_tokens=1)

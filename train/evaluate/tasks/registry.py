@@ -10,33 +10,14 @@ import numpy as np
 from train.config.settings.evaluate import SECTIONS, EvaluateConfig, TaskConfig
 from train.evaluate.tasks.common_words import common_words, frequent_words
 from train.evaluate.tasks.needles import needle_multi_key, needle_multi_query, needle_multi_value, needle_single
-from train.evaluate.tasks.passkey import Prompt, passkey, passkey_tokens
+from train.evaluate.tasks.passkey import passkey, passkey_tokens
 from train.evaluate.tasks.recall import copy, induction, mqar
 from train.evaluate.tasks.sample import Sample
 from train.evaluate.tasks.variables import variable_tracking
 from train.evaluate.tasks.vocabulary import Vocabulary
 
-
-@dataclass(frozen=True)
-class Task:
-    """A generator of samples, or of prompts that a model continues. Its sizes are read from its section of the
-    config, see `SECTIONS`."""
-
-    draw: Callable[..., Sample | Prompt]
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        """The names of its size parameters, with the depth if it has one."""
-        return tuple(inspect.signature(self.draw).parameters)[3:]
-
-    @property
-    def has_depth(self) -> bool:
-        """Whether its answer is at a depth that can be chosen."""
-        return "depth" in self.sizes
-
-
-TASKS: dict[str, Task] = {
-    function.__name__: Task(function)
+TASKS: dict[str, Callable[..., Sample]] = {
+    function.__name__: function
     for function in (
         passkey,
         passkey_tokens,
@@ -52,6 +33,15 @@ TASKS: dict[str, Task] = {
         induction,
     )
 }
+"""The generators of samples, by the name of the task."""
+
+
+def sizes_of(name: str) -> tuple[str, ...]:
+    """The names of the size parameters of a task, with the depth if its answer is at a depth that can be chosen.
+
+    The sizes are read from its section of the config, see `SECTIONS`.
+    """
+    return tuple(inspect.signature(TASKS[name]).parameters)[3:]
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class Cases:
     """The cases of a task at one length, and at one depth if it has one."""
 
     depth: float | None
-    samples: tuple[Sample | Prompt, ...]
+    samples: tuple[Sample, ...]
 
 
 def cases(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -> Iterator[Cases]:
@@ -67,13 +57,12 @@ def cases(name: str, section: TaskConfig, vocabulary: Vocabulary, length: int) -
 
     Raises ValueError for a length that is too short for the task.
     """
-    task = TASKS[name]
-    sizes = {size: getattr(section, size) for size in task.sizes if size != "depth"}
-    depths = np.linspace(0, 1, section.depths).tolist() if task.has_depth else [None]
+    sizes = {size: getattr(section, size) for size in sizes_of(name) if size != "depth"}
+    depths = np.linspace(0, 1, section.depths).tolist() if "depth" in sizes_of(name) else [None]
     for number, depth in enumerate(depths):
         arguments = sizes | ({} if depth is None else {"depth": depth})
         generator = np.random.default_rng([zlib.crc32(name.encode()), length, number])
-        yield Cases(depth, tuple(task.draw(generator, vocabulary, length, **arguments) for _ in range(section.cases)))
+        yield Cases(depth, tuple(TASKS[name](generator, vocabulary, length, **arguments) for _ in range(section.cases)))
 
 
 def lengths_of(name: str, config: EvaluateConfig, vocabulary: Vocabulary) -> tuple[int, ...]:

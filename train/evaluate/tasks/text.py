@@ -1,9 +1,9 @@
 """Texts of an exact number of tokens: an opening, filler sentences with others hidden among them, a question, answers.
 
-Every part is tokenised separately, so no token spans two parts, and lengths and positions are exact with any tokenizer.
+No token spans two parts, so lengths and positions are exact with any tokenizer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -40,6 +40,14 @@ def drawn(generator: np.random.Generator, sentences: Sequence[str] = IDLE) -> It
         yield from (sentences[index] for index in generator.permutation(len(sentences)))
 
 
+def different(count: int, draw_one: Callable[[], str]) -> list[str]:
+    """This many different draws, in the order of drawing."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw_one()] = None
+    return list(found)
+
+
 def filling(vocabulary: Vocabulary, sentences: Iterator[str], size: int) -> list[Tokens]:
     """Sentences with `size` tokens together, at least one; if the first one does not fit, its beginning is cut off."""
     chosen, surplus = [], -size
@@ -74,18 +82,17 @@ def compose(
     needles: Sequence[str],
     depths: Sequence[float],
     ending: Sequence[Answer],
-    room: int = 0,
 ) -> Sample:
     """The beginning of a document, opening, needles in as much filling as needed, ending; `length` tokens in all.
-
-    With `room` the text ends that many tokens earlier, for an answer to be generated.
 
     Raises ValueError for a length that is too short for these parts and some filling.
     """
     first = [vocabulary.begin, vocabulary.tokens(opening)]
-    last = [(vocabulary.tokens(text), answer) for text, answer in ending]
+    before = ["", *(text for text, _ in ending)]
+    pairs = zip(before, ending, strict=False)
+    last = [(vocabulary.tokens(text, after if answer else ""), answer) for after, (text, answer) in pairs]
     inserted = [vocabulary.tokens(needle) for needle in needles]
-    fixed = sum(map(len, first)) + sum(map(len, inserted)) + sum(len(tokens) for tokens, _ in last) + room
+    fixed = sum(map(len, first)) + sum(map(len, inserted)) + sum(len(tokens) for tokens, _ in last)
     if fixed >= length:
         raise too_short(length, fixed + 1)
     middle = with_needles(filling(vocabulary, sentences, length - fixed), inserted, depths)

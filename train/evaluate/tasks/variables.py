@@ -5,7 +5,7 @@ import string
 import numpy as np
 
 from train.evaluate.tasks.sample import Sample
-from train.evaluate.tasks.text import compose, drawn, listed
+from train.evaluate.tasks.text import compose, different, drawn, listed
 from train.evaluate.tasks.vocabulary import Vocabulary
 
 _OPENING = "Some lines in this text give values to variables.\n"
@@ -36,7 +36,4 @@ def variable_tracking(
 
 def _names(generator: np.random.Generator, count: int) -> list[str]:
     """Different names of four capital letters."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(generator.choice(list(string.ascii_uppercase), 4))] = None
-    return list(found)
+    return different(count, lambda: "".join(generator.choice(list(string.ascii_uppercase), 4)))

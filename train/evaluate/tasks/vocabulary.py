@@ -16,9 +16,13 @@ class Vocabulary:
 
     tokenizer: Tokenizer
 
-    def tokens(self, text: str) -> Tokens:
-        """The tokens of a piece of text, without the tokens around a document."""
-        return np.asarray(self.tokenizer.tokens(text.encode()), np.int32)
+    def tokens(self, text: str, after: str = "") -> Tokens:
+        """The tokens of a piece of text, without the tokens around a document.
+
+        With `after`, they are those that it has behind that text: alone, many tokenizers would start it with a space.
+        """
+        before = len(self.tokenizer.tokens(after.encode())) if after else 0
+        return np.asarray(self.tokenizer.tokens((after + text).encode())[before:], np.int32)
 
     @cached_property
     def begin(self) -> Tokens:

@@ -13,7 +13,8 @@ from train.lab.formal_languages.trainer import check_fit, train_and_test
 from train.report import numbers, style
 from train.report.figures import Panel, draw_panels, groups
 from train.report.tables import Table, headings, percent, shown, table
-from train.runtime.paths import path, write_rows
+from train.runtime.paths import path
+from train.runtime.rows import write_rows
 
 
 def run(config: LanguagesConfig) -> list[dict[str, Any]]:

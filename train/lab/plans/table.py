@@ -20,7 +20,8 @@ from train.plan.plan import Plan, make_plan, mesh_text
 from train.plan.pods import DCN_LATENCY, KNOWN, LATENCY, Pod, pod_of
 from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
-from train.runtime.paths import ROOT, read_rows, write_file, write_rows
+from train.runtime.paths import ROOT, write_file
+from train.runtime.rows import read_rows, write_rows
 
 RESULTS_FILE = ROOT / "configs" / "pods" / "plans.jsonl"
 PAGE = ROOT / "docs" / "plans.md"

@@ -17,7 +17,7 @@ from train.lab.schedule.implementations import SCHEDULED, schedule_of
 from train.plan.report import new_console
 from train.runtime.lines import in_a_line
 from train.runtime.machine import versions
-from train.runtime.paths import write_rows
+from train.runtime.rows import write_rows
 
 _COLUMNS = ("kernel", "blocks", "cost", "floor", "stalls", "needed", "HBM", "hot bundles (spills)", "temp")
 _NOTES = """\
