@@ -1,5 +1,9 @@
 """The cache of decoding: keys, values and positions of earlier tokens.
 
+Heads come before slots, so that attention reads the keys of a head side by side, and nothing is copied to be read. A
+stack of layers is one `Cache` whose arrays have an axis of layers in front: new tokens are written into the stack, for
+a layer that was taken out of it and put back would be copied, with all its tokens, for each new one.
+
 A cache has a slot for every token. If a mask hides all tokens except the first few and the recent ones, the cache is a
 ring buffer: it has slots for the first few, and ``recent`` more that are reused. Rows of a batch may differ in length.
 Every row counts its own tokens, and padding, on either side, takes no slot. Masks read the positions stored with the
@@ -18,10 +22,10 @@ from posjax._checks import check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of one layer.
+    """Keys and values of one layer, or of one layer of a stack.
 
     Args:
-        k: keys as returned by ``Scheme.cache_entries``.
+        k: keys as returned by ``Scheme.cache_entries``, with heads before slots.
         v: values.
         positions: the position of every slot's token.
         ids: 0 for a slot that holds a token, -1 for an empty one.
@@ -29,21 +33,46 @@ class Cache:
         total: the gates of the row's last token, ``[batch, heads]``, or None.
         first: how many first tokens keep their slots while the others share a ring buffer; None without a ring.
         chunk: the most tokens that may be written at once.
+        layer: which layer of a stack it is; None without an axis of layers.
     """
 
-    k: Float[Array, "batch slots kv_heads size"]
-    v: Float[Array, "batch slots kv_heads value_size"]
-    positions: Int[Array, "batch slots"]
-    ids: Int[Array, "batch slots"]
-    gates: Float[Array, "batch heads slots"] | None
-    total: Float[Array, "batch heads"] | None
+    k: Float[Array, "*layers batch kv_heads slots size"]
+    v: Float[Array, "*layers batch kv_heads slots value_size"]
+    positions: Int[Array, "*layers batch slots"]
+    ids: Int[Array, "*layers batch slots"]
+    gates: Float[Array, "*layers batch heads slots"] | None
+    total: Float[Array, "*layers batch heads"] | None
     first: int | None = dataclasses.field(metadata={"static": True})
     chunk: int = dataclasses.field(metadata={"static": True})
+    layer: Int[Array, ""] | None = None
+
+    @property
+    def rows(self) -> int:
+        """The rows of the batch."""
+        return self.positions.shape[-2]
 
     @property
     def slots(self) -> int:
         """How many tokens of a row it can hold."""
-        return self.k.shape[1]
+        return self.positions.shape[-1]
+
+    @property
+    def own(self) -> "Cache":
+        """The cache without the other layers of its stack."""
+        if self.layer is None:
+            return self
+        arrays = dataclasses.replace(self, layer=None)
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), arrays)
+
+    @property
+    def keys(self) -> Float[Array, "batch slots kv_heads size"]:
+        """The keys of a single layer as attention takes them."""
+        return jnp.swapaxes(self.k, 1, 2)
+
+    @property
+    def values(self) -> Float[Array, "batch slots kv_heads value_size"]:
+        """The values of a single layer as attention takes them."""
+        return jnp.swapaxes(self.v, 1, 2)
 
     def slot(self, index: Int[Array, "batch tokens"], valid: Bool[Array, "batch tokens"]) -> Int[Array, "batch tokens"]:
         """The slot of the ``index``-th token of a row; for padding, the index after the last slot."""
@@ -71,19 +100,21 @@ class Cache:
             f"tokens: this cache was made for {self.chunk} tokens at a time, found {tokens}; pass the length of the "
             "longest part of a prompt as init_cache(chunk=)",
         )
-        at = jnp.arange(k.shape[0])[:, None], self.slot(index, valid)
+        layer = () if self.layer is None else (self.layer,)
+        rows, slots = jnp.arange(k.shape[0])[:, None], self.slot(index, valid)
 
-        def put(old, new):
-            return old.at[at].set(new.astype(old.dtype), mode="drop")
+        def put(old, new, *heads):
+            """The array with new values ``[batch, tokens, ...]``; ``heads`` is a slice if it has an axis of them."""
+            return old.at[(*layer, rows, *heads, slots)].set(new.astype(old.dtype), mode="drop")
 
         kept_gates, total = self.gates, self.total
         if gates is not None:
-            total = gates[..., -1]
-            kept_gates = jnp.moveaxis(put(jnp.moveaxis(self.gates, 1, 2), jnp.moveaxis(gates, 1, 2)), 2, 1)
+            total = self.total.at[layer].set(gates[..., -1])
+            kept_gates = put(self.gates, jnp.moveaxis(gates, 1, 2), slice(None))
         return dataclasses.replace(
             self,
-            k=put(self.k, k),
-            v=put(self.v, v),
+            k=put(self.k, k, slice(None)),
+            v=put(self.v, v, slice(None)),
             positions=put(self.positions, jnp.broadcast_to(positions, index.shape)),
             ids=put(self.ids, jnp.zeros_like(index)),
             gates=kept_gates,

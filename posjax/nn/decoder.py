@@ -24,6 +24,7 @@ from posjax.nn.parameters import bias_parameter, parameter, placed, plain, schem
 from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Layers, Scheme
 from posjax.scheme.choices import check_reach
+from posjax.scheme.executors import layer_of, with_layer
 
 _SAVE_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 
@@ -322,18 +323,26 @@ class Decoder(nnx.Module):
         return x
 
     def _run_decode(self, stack: nnx.List, caches: tuple, x, inputs: LayerInputs):
-        """Runs the blocks of one pattern on new tokens, in a scan over its repeats and their caches."""
+        """Runs the blocks of one pattern on new tokens for all its repeats, in ``lax.scan`` or in a Python loop.
+
+        The caches are carried, so that new tokens are written in place.
+        """
         graph, state = nnx.split(stack)
 
-        def period(x, layer):
-            parameters, caches = layer
+        def period(carry, layer):
+            (x, caches), (number, parameters) = carry, layer
             after = []
             for block, cache in zip(nnx.merge(graph, parameters), caches, strict=True):
-                x, cache = block.decode(x, cache, inputs)
-                after.append(cache)
-            return x, tuple(after)
+                x, own = block.decode(x, layer_of(cache, number), inputs)
+                after.append(with_layer(cache, own, number))
+            return (x, tuple(after)), None
 
-        return jax.lax.scan(period, x, (state, caches))
+        repeats = jax.tree.leaves(state)[0].shape[0]
+        if self.config.scan_layers:
+            return jax.lax.scan(period, (x, caches), (jnp.arange(repeats), state))[0]
+        for n in range(repeats):
+            (x, caches), _ = period((x, caches), (n, jax.tree.map(lambda leaf, n=n: leaf[n], state)))
+        return x, caches
 
 
 def _logits(hidden, matrix, bias, *, finish):

@@ -109,9 +109,23 @@ def check_projections(q, k, v, widths: tuple[float, float]) -> None:
     )
 
 
+def layer_of(stack: LayerCache, layer: Int[Array, ""]) -> LayerCache:
+    """One layer of a stack, for `Scheme.decode`."""
+    if isinstance(stack, Cache):
+        return dataclasses.replace(stack, layer=layer)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), stack)
+
+
+def with_layer(stack: LayerCache, after: LayerCache, layer: Int[Array, ""]) -> LayerCache:
+    """The stack after one layer of it has become ``after``."""
+    if isinstance(after, Cache):
+        return dataclasses.replace(after, layer=None)
+    return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0), stack, after)
+
+
 def check_rows(cache: LayerCache, q: Array) -> None:
     """Raises ValueError if tokens and cache differ in batch size."""
-    rows = jax.tree.leaves(cache)[0].shape[0]
+    rows = cache.rows if isinstance(cache, Cache) else jax.tree.leaves(cache)[0].shape[0]
     check(rows == q.shape[0], f"q must have the {rows} rows of the cache, found a batch of {q.shape[0]}")
 
 
@@ -234,8 +248,8 @@ class SoftmaxAttention:
         gated = self.scheme.reads_tokens
         first, slots = ring(self.scheme.kept_keys, capacity, chunk)
         return Cache(
-            k=jnp.zeros((batch, slots, num_kv_heads, self.scheme.feature_map_or_identity.key_size(head_dim)), dtype),
-            v=jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype),
+            k=jnp.zeros((batch, num_kv_heads, slots, self.scheme.feature_map_or_identity.key_size(head_dim)), dtype),
+            v=jnp.zeros((batch, num_kv_heads, slots, head_dim), dtype),
             positions=jnp.zeros((batch, slots), jnp.int32),
             ids=jnp.full((batch, slots), -1, jnp.int32),
             gates=jnp.zeros((batch, num_heads, slots), jnp.float32) if gated else None,
@@ -253,13 +267,14 @@ class SoftmaxAttention:
         )
         stored = self.cache_entries(params, k, v, where.keys(self.scheme.feature_map_or_identity, k), **where.sizes)
         cache = cache.write(*stored, where.kv_positions, new.index, new.valid, new.gates)
+        own, (q,) = cache.own, without_padding(masks.Segments(new.ids), q)
         arguments = {
-            "mask": masks.Segments(new.ids, cache.ids),
+            "mask": masks.Segments(new.ids, own.ids, finite=True),  # padding was never written, empty slots hold zeros
             "visible": new.index + 1,
-            "gates": None if new.gates is None else (new.gates, cache.gates),
+            "gates": None if new.gates is None else (new.gates, own.gates),
         }
-        where = where._replace(kv_positions=cache.positions)
-        return self.attend_cached(q, cache.k, cache.v, params, where, **arguments, **options), cache
+        where = where._replace(kv_positions=own.positions)
+        return self.attend_cached(q, own.keys, own.values, params, where, **arguments, **options), cache
 
 
 def bound_bias(bias: BiasSpec | None, params: Params, heads: int, gates: tuple[Array, Array] | None) -> Bias | None:

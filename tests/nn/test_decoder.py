@@ -385,8 +385,8 @@ def cache_shapes(settings, *sizes, **options):
 )
 def test_a_cache_is_as_small_as_its_scheme_allows(scheme, slots, width):
     cache = cache_shapes(config(scheme), 3, 64, chunk=5).stacks[0][0]
-    chex.assert_shape(cache.k, (2, 3, slots, 2, width))
-    chex.assert_shape(cache.v, (2, 3, slots, 2, 8))
+    chex.assert_shape(cache.k, (2, 3, 2, slots, width))
+    chex.assert_shape(cache.v, (2, 3, 2, slots, 8))
 
 
 def test_linear_attention_keeps_one_state_for_all_keys():

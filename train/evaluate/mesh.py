@@ -114,7 +114,7 @@ def split_cache(cache: DecoderCache, mesh: Mesh) -> DecoderCache:
     def shardings_of_layer(kept: Any) -> Any:
         if not isinstance(kept, Cache):
             return jax.tree.map(lambda leaf: sharding_of(leaf, *(None,) * (leaf.ndim - 2)), kept)
-        axes_of = {"k": ("length", "kv_heads", None), "v": ("length", "kv_heads", None)}
+        axes_of = {"k": ("kv_heads", "length", None), "v": ("kv_heads", "length", None)}
         axes_of |= {"positions": ("length",), "ids": ("length",), "gates": ("heads", "length"), "total": ("heads",)}
         return dataclasses.replace(
             kept, **{name: sharding_of(getattr(kept, name), *axes) for name, axes in axes_of.items()}
