@@ -6,7 +6,6 @@ A pod runs one process a host, each the same command. On one host all of this do
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,16 +22,15 @@ from jax.experimental import multihost_utils
 
 from train.runtime.lines import in_a_line
 from train.runtime.paths import is_store_error
-from train.runtime.peer_watch import peer_watch
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Variables for processes without a cluster: the address of process 0 (host:port), the number of processes, and
 this process's number."""
 
 LOST = "another process ended or cannot be reached"
-LOST_LINE = "no sign of life from process"
-_SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "UNAVAILABLE", "DEADLINE_EXCEEDED", LOST_LINE)
+_SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 _INTERRUPTED, _WRONG_INPUT, _FAILED = 130, 2, 1
+_SILENCE = 10  # seconds without a heartbeat after which jax ends all processes
 _GRACE = 1.0  # seconds in which other processes may report the same error
 _leaving = threading.Lock()
 
@@ -48,9 +46,10 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
     present = [name for name in EXPLICIT if environment.get(name)]
     if present and (len(present) == len(EXPLICIT) or not _in_cluster(environment)):
         address, count, index = _explicit(environment)
-        jax.distributed.initialize(address, count, index, cluster_detection_method="deactivate")
+        explicit = {"cluster_detection_method": "deactivate"}
+        jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=_SILENCE, **explicit)
     elif _in_cluster(environment):
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=_SILENCE)
 
 
 def _explicit(environment: Mapping[str, str]) -> tuple[str, int, int]:
@@ -189,39 +188,16 @@ def processes() -> Iterator[None]:
     """Joins the other processes for the duration of a `with`. If this process fails, it exits at once, with one line.
 
     Waiting for the others, as jax does at the end of a program, would hang: they wait for this one inside a step. They
-    notice the broken connection (see `peer_watch`) and exit in the same way. On one host errors propagate.
+    notice the broken connection, or its missing heartbeats, and end too. On one host errors propagate.
     """
     start()
     if jax.process_count() == 1:
         yield
         return
     try:
-        with peer_watch(jax.process_index(), _hosts(), _lost, _broken, decide, gather) as apart:
-            if apart and jax.process_index() == 0:
-                print(f"warning: processes {apart} do not reach process 0; {_LATE}", flush=True)
-            yield
+        yield
     except BaseException as error:
         _leave(error)
-
-
-def _hosts() -> list[str]:
-    """Host names by which the other processes may reach this one."""
-    named = os.environ.get(EXPLICIT[0], "").rpartition(":")[0]
-    return [name for name in (named, socket.gethostname(), socket.getfqdn()) if name]
-
-
-def _lost(process: int) -> None:
-    """Ends this process, from a thread. When process 0 dies, jax does the same, and may be first, with its own
-    message."""
-    _leave(TimeoutError(f"{LOST_LINE} {process}"))
-
-
-def _broken(process: int) -> None:
-    """Warns that a connection broke; the run continues."""
-    print(f"warning: the connection to process {process} broke; {_LATE}", file=sys.stderr, flush=True)
-
-
-_LATE = "a loss would be noticed late, by the heartbeats of jax"
 
 
 def _leave(error: BaseException) -> None:

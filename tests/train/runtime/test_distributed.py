@@ -14,7 +14,7 @@ ADDRESS = {"JAX_COORDINATOR_ADDRESS": "first:1234", "JAX_NUM_PROCESSES": "4", "J
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 POD = {"TPU_WORKER_HOSTNAMES": "a,b"}
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-BY_JAX = ((), {})
+BY_JAX = ((), {"heartbeat_timeout_seconds": 10})
 
 
 @pytest.fixture
@@ -32,7 +32,10 @@ def joined(monkeypatch):
         ({"SLURM_JOB_ID": "7"}, None),
         ({**SLURM, "SLURM_NTASKS": "1"}, None),
         (KUBERNETES, None),
-        ({**ADDRESS, **SLURM}, (("first:1234", 4, 2), {"cluster_detection_method": "deactivate"})),
+        (
+            {**ADDRESS, **SLURM},
+            (("first:1234", 4, 2), {**BY_JAX[1], "cluster_detection_method": "deactivate"}),
+        ),
         (SLURM, BY_JAX),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, BY_JAX),
         ({**KUBERNETES, "JOB_COMPLETION_INDEX": "0"}, BY_JAX),
