@@ -29,6 +29,7 @@ from train.monitor.logs import read_metrics
 from train.report.numbers import family
 from train.runtime.distributed import decide
 from train.runtime.paths import path
+from train.runtime.reuse import keep_memory_on_cpu
 from train.runtime.rows import key_of, read_rows, write_rows
 
 EVALUATION = "evaluation.jsonl"

@@ -30,7 +30,7 @@ this process's number."""
 LOST = "another process ended or cannot be reached"
 _SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 _INTERRUPTED, _WRONG_INPUT, _FAILED = 130, 2, 1
-_SILENCE = 10  # seconds without a heartbeat after which jax ends all processes
+_SILENCE = 30  # seconds without a heartbeat after which jax ends all processes
 _GRACE = 1.0  # seconds in which other processes may report the same error
 _leaving = threading.Lock()
 

@@ -14,7 +14,7 @@ ADDRESS = {"JAX_COORDINATOR_ADDRESS": "first:1234", "JAX_NUM_PROCESSES": "4", "J
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 POD = {"TPU_WORKER_HOSTNAMES": "a,b"}
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-BY_JAX = ((), {"heartbeat_timeout_seconds": 10})
+BY_JAX = ((), {"heartbeat_timeout_seconds": 30})
 
 
 @pytest.fixture

@@ -70,4 +70,4 @@ def draw(rows: Sequence[dict[str, Any]]) -> bytes:
         for name, mine in numbers.grouped(rows, "task").items()
         for group in groups(mine)
     ]
-    return draw_panels(panels, "accuracy", share=False, height=3.7)
+    return draw_panels(panels, "accuracy")
