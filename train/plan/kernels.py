@@ -86,18 +86,18 @@ def _name(line: Instruction) -> str:
     return line.name.partition(".")[0]
 
 
-def _operands(line: Instruction) -> list[Array]:
+def operands_of(line: Instruction) -> list[Array]:
     return arrays(line.attribute(r"operand_layout_constraints=\{(.*?)\}, \w+=") or "")
 
 
 def _moved(line: Instruction) -> float:
     """Bytes of the operands and results of a kernel that reads and writes everything once."""
-    return sum(array.bytes for array in (*_operands(line), *line.results))
+    return sum(array.bytes for array in (*operands_of(line), *line.results))
 
 
 def _call(line: Instruction) -> KernelCall | None:
     """The call of an attention kernel of ours; None for anything else."""
-    operands = _operands(line)
+    operands = operands_of(line)
     if _name(line) not in _TABLES or not operands:
         return None
     _, rows, _, columns = operands[0].shape  # the first operand is the order in which tiles are visited

@@ -145,17 +145,17 @@ class Network:
 
     def _traffic(self, line: Instruction, kind: str) -> Traffic:
         groups = groups_of(line, len(self.coordinates))
-        moved = _moved(line, kind, len(groups[0]))
+        moved = moved_of(line, kind, len(groups[0]))
         if kind == "collective-permute":
             pairs = [pair for pair in groups if pair[0] != pair[1]]
             sent = moved if pairs else 0.0
-            return Traffic(self.axes_of(groups), sent, self._permute(pairs, moved), ways=(_way(pairs),))
+            return Traffic(axes_of(self.axes, groups), sent, self._permute(pairs, moved), ways=(_way(pairs),))
         size = len(groups[0])
         if size == 1:
             return Traffic("none", 0.0, 0.0)
         share = (size - 1) / size * (2 if kind == "all-reduce" else 1)
         seconds = self._exchange(groups[0], moved) if kind == "all-to-all" else self._ring(groups[0], moved * share)
-        return Traffic(self.axes_of(groups), moved * share, seconds)
+        return Traffic(axes_of(self.axes, groups), moved * share, seconds)
 
     def crossing(self, line: Instruction, kind: str) -> Traffic:
         """The traffic to other slices that a host sends for one device."""
@@ -164,15 +164,6 @@ class Network:
         others = (slices - 1) / slices
         moved = size * {"all-reduce": 2 * others, "all-gather": others, "reduce-scatter": others}.get(kind, 1.0)
         return Traffic(DCN, moved, moved * links.devices / (links.dcn * 1e9), DCN_LATENCY)
-
-    def axes_of(self, groups: Sequence[Sequence[int]]) -> str:
-        """The mesh axes along which the devices of some group differ."""
-        shape = tuple(self.axes.values())
-        varying = set()
-        for group in groups:
-            indices = np.unravel_index(np.asarray(group), shape)
-            varying |= {axis for axis, at in zip(self.axes, indices, strict=True) if len(set(at.tolist())) > 1}
-        return "+".join(axis for axis in self.axes if axis in varying) or "none"
 
     def _links(self, group: Sequence[int]) -> Iterator[tuple[int, float, bool]]:
         """For every dimension along which a group extends: devices, bytes a second one way, whether it is a ring."""
@@ -227,7 +218,17 @@ class Network:
             yield (*here, "chip")
 
 
-def _moved(line: Instruction, kind: str, size: int) -> float:
+def axes_of(axes: dict[str, int], groups: Sequence[Sequence[int]]) -> str:
+    """The mesh axes along which the devices of some group differ."""
+    shape = tuple(axes.values())
+    varying = set()
+    for group in groups:
+        indices = np.unravel_index(np.asarray(group), shape)
+        varying |= {axis for axis, at in zip(axes, indices, strict=True) if len(set(at.tolist())) > 1}
+    return "+".join(axis for axis in axes if axis in varying) or "none"
+
+
+def moved_of(line: Instruction, kind: str, size: int) -> float:
     """Bytes of the whole array that a group of `size` devices gathers, scatters or reduces; for other kinds, the
     bytes of one device.
     """

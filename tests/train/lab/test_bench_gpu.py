@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from refusals import refused
 
@@ -9,7 +10,7 @@ from train.config import load
 from train.lab.bench import BenchConfig
 from train.lab.gpu.bench import bench_gpu
 from train.lab.gpu.config import GpuConfig
-from train.lab.gpu.jobs import BACKWARD, DECODE, ERRORS, FORWARD, OURS, Job
+from train.lab.gpu.jobs import BACKWARD, DECODE, ERRORS, FORWARD, OURS, STEP, Job
 from train.lab.gpu.results import Results
 from train.lab.gpu.worker import Worker
 
@@ -25,12 +26,32 @@ SMALL = {
     "decode_length": 64,
     "threads": 2,
     "row_seconds": 0.001,
+    "step": "",
 }
+STEP_OF = """
+model: {num_layers: 1, model_dim: 16, num_heads: 2, num_kv_heads: 1, mlp_dim: 16, vocab_size: 300}
+train: {length: 64, batch_tokens: 128}
+"""
 
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+def test_training_steps_and_a_profile_of_one(tmp_path, capsys):
+    step = tmp_path / "step.yaml"
+    step.write_text(STEP_OF)
+    config = GpuConfig(**SMALL | {"step": str(step)}, forms=())
+    found = bench_gpu(config, tmp_path).found
+    assert set(config.steps) <= set(found)
+    for job in config.steps:
+        result = found[job]
+        if job.what == STEP:
+            np.testing.assert_allclose(result["tokens_per_second"] * result["ms"], 128 * 1e3)
+        else:
+            assert len(result["kernels"]) == 10
+    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_a_bench_that_was_cut_off_goes_on(tmp_path):

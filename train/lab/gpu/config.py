@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posjax._checks import check, check_choice, check_count, check_positive
+from train.config import load
 from train.lab.gpu.jobs import (
     BACKWARD,
     DECODE,
@@ -17,8 +18,12 @@ from train.lab.gpu.jobs import (
     LONGEST_BIAS,
     OTHER_TILES,
     OURS,
+    PROFILE,
+    STEP,
+    STEP_FORMS,
     SWEPT,
     TILES,
+    TRANSFORMERS,
     Job,
     Options,
     Shape,
@@ -30,7 +35,7 @@ _LISTS = ("lengths", "sizes", "decode_kv_heads")
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """The measurements, in their order: errors, times, XLA's loops, decoding, other tiles.
+    """The measurements, in their order: errors, training steps, times, XLA's loops, decoding, other tiles.
 
     Args:
         implementation: what is measured as ``posjax``; ``blockwise`` or ``dense`` need no GPU.
@@ -53,6 +58,7 @@ class GpuConfig:
     loop_length: int = 4096  # tokens, of the XLA loops
     decode_length: int = 131072  # keys that a decoded token reads in every layer
     decode_kv_heads: tuple[int, ...] = (16, 4)
+    step: str = "configs/gpus/llama-1b-8k.yaml"  # the config of a training step; "" for none
 
     def __post_init__(self):
         for name in _COUNTS:
@@ -70,12 +76,13 @@ class GpuConfig:
     @property
     def options(self) -> Options:
         """How jobs are measured."""
-        return Options(self.implementation, self.threads, self.row_seconds)
+        return Options(self.implementation, self.threads, self.row_seconds, self.step)
 
     @property
     def jobs(self) -> Iterator[Job]:
         """Every measurement, in the order in which they are made."""
         yield from self._errors()
+        yield from self.steps
         for length in self.lengths:
             for library in LIBRARIES:
                 yield from self._times(library, length)
@@ -89,6 +96,20 @@ class GpuConfig:
     def shape(self, form: str, length: int, size: int) -> Shape:
         """The shape of a call that is timed."""
         return Shape(form, length, size, self.heads, self.heads)
+
+    @property
+    def steps(self) -> Iterator[Job]:
+        """Training steps, and a profile of the first."""
+        if not self.step:
+            return
+        settings = load(self.step)
+        model = settings.model
+        size = model.model_dim // model.num_heads
+        shapes = [Shape(form, settings.train.length, size, model.num_heads, model.num_kv_heads) for form in STEP_FORMS]
+        if self.libraries:  # first, since jax gives back no memory
+            yield Job(STEP, TRANSFORMERS, next(shape for shape in shapes if shape.form == "rope"))
+        yield from (Job(STEP, OURS, shape) for shape in shapes)
+        yield Job(PROFILE, OURS, shapes[0])
 
     def _errors(self) -> Iterator[Job]:
         for size in self.sizes:

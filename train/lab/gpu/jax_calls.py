@@ -6,13 +6,28 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from posjax.attention.gpu.inputs import TileSizes
 from train.lab.gpu import calls
-from train.lab.gpu.jobs import DECODE, ERRORS, FORWARD, LAYERS, OTHER_TILES, OURS, TILES, Job, Options, milliseconds
+from train.lab.gpu.jobs import (
+    DECODE,
+    ERRORS,
+    FORWARD,
+    LAYERS,
+    OTHER_TILES,
+    OURS,
+    PROFILE,
+    STEP,
+    TILES,
+    Job,
+    Options,
+    milliseconds,
+)
+from train.lab.gpu.steps import measure_step
 
 
 class Measurements:
@@ -36,8 +51,10 @@ class Measurements:
             return False
         return True
 
-    def measure(self, job: Job) -> dict[str, float]:
-        """The errors of a job, or its time in milliseconds."""
+    def measure(self, job: Job) -> dict[str, Any]:
+        """The errors of a job, or its time in milliseconds; or what `measure_step` returns."""
+        if job.what in (STEP, PROFILE):
+            return measure_step(job, self._options)
         waiting = self._programs.pop(job, None)
         programs = self._compiled(job) if waiting is None else waiting.result()
         arguments = _arguments(job)

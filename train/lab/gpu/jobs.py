@@ -20,6 +20,7 @@ LAYERS = 4
 """Caches that a decoded token reads one after the other, as in the layers of a decoder."""
 
 ERRORS, FORWARD, BACKWARD, DECODE, TILES = "errors", "forward", "forward + backward", "decode", "tiles"
+STEP, PROFILE = "training step", "profile"
 OURS = "posjax"
 LIBRARIES = {
     "cudnn": ("causal", "window"),
@@ -44,6 +45,16 @@ OTHER_TILES = {
 SWEPT = ("alibi", "t5")
 """The forms of which other tiles are measured."""
 
+STEP_FORMS = {
+    "rope, documents": ("rope", True),
+    "rope": ("rope", False),
+    "alibi, documents": ("alibi", True),
+    "coca, documents": ("coca-strict", True),
+}
+"""Forms of a training step: the scheme, and whether rows are packed with documents of `DOCUMENT` tokens."""
+TRANSFORMERS = "torch transformers"
+"""What a training step is measured beside, which has no mask of documents."""
+
 _ROWS = 3
 _FEWEST, _MOST = 3, 100
 """Calls of a row. The results of all that are queued must fit the device's memory."""
@@ -65,10 +76,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement: errors, the time of a direction, of decoding, or with other tiles.
+    """One measurement: errors, the time of a direction, of decoding, with other tiles, or of a training step.
 
-    `library` is one of ``LIBRARIES``; or ``blockwise`` or ``dense``, implementations of posjax; or one of
-    ``OTHER_TILES``.
+    `library` is one of ``LIBRARIES``; or ``blockwise`` or ``dense``, implementations of posjax; one of
+    ``OTHER_TILES``; or ``TRANSFORMERS``.
     """
 
     what: str
@@ -87,7 +98,7 @@ class Job:
 
         That would disturb other measurements.
         """
-        return self.what != ERRORS and self.library in ("blockwise", "dense")
+        return self.what in (STEP, PROFILE) or (self.what != ERRORS and self.library in ("blockwise", "dense"))
 
     def __str__(self) -> str:
         shape = self.shape
@@ -102,6 +113,7 @@ class Options:
     implementation: str
     threads: int
     row_seconds: float
+    step: str  # the config of a training step
 
 
 def milliseconds(call: Callable[[], Any], wait: Callable[[Any], Any], row_seconds: float) -> float:

@@ -82,6 +82,7 @@ def tables(config: GpuConfig, results: Results) -> Iterator[Table | Text]:
         for size in config.sizes:
             yield from _times(config, results, length, size)
     yield from _errors(config, results)
+    yield from _steps(config, results)
     yield from _decoding(config, results)
     yield from _other_tiles(config, results)
     for job in config.jobs:
@@ -135,6 +136,20 @@ def _errors(config: GpuConfig, results: Results) -> Iterator[Table]:
     for shape, errors in rows:
         grid.add_row(shape.form, str(shape.size), *(f"{errors[name]:.1e}" for name in columns))
     yield grid
+
+
+def _steps(config: GpuConfig, results: Results) -> Iterator[Table]:
+    """Time, speed and memory of training steps; then the longest kernels of one."""
+    found = {job: results.found[job] for job in config.steps if job in results.found}
+    steps = Table("step", "library", "ms", "tokens/s", "GiB", title=f"A training step of {config.step}")
+    kernels = Table("kernel", "ms of a step", "calls", title="The kernels that take most of a step's time")
+    for job, result in found.items():
+        if "ms" in result:
+            numbers = (result[name] for name in ("ms", "tokens_per_second", "gibibytes"))
+            steps.add_row(job.shape.form, job.library, *(f"{number:,.1f}" for number in numbers))
+        for name, ms, calls in result.get("kernels", ()):
+            kernels.add_row(name, f"{ms:.2f}", str(calls))
+    yield from (table for table in (steps, kernels) if table.row_count)
 
 
 def _decoding(config: GpuConfig, results: Results) -> Iterator[Table]:

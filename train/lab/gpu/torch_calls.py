@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from train.lab.gpu.jobs import DOCUMENT, FORWARD, WINDOW, Job, Options, Shape, milliseconds
+from train.config import load
+from train.lab.gpu.jobs import DOCUMENT, FORWARD, STEP, WINDOW, Job, Options, Shape, milliseconds
 
 
 class Measurements:
     """The calls of torch on the GPU, or on the CPU if torch finds none."""
 
     def __init__(self, jobs: Sequence[Job], options: Options):
-        self._row_seconds = options.row_seconds
+        self._options = options
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._compiled = None, None  # what was compiled last, for both directions of a shape
 
@@ -33,7 +34,14 @@ class Measurements:
         return True
 
     def measure(self, job: Job) -> dict[str, float]:
-        """The time of a job in milliseconds."""
+        """The time of a job in milliseconds; of a training step also tokens a second, and memory."""
+        try:
+            return self._step() if job.what == STEP else {"ms": self._attention_ms(job)}
+        finally:
+            if self._device == "cuda":
+                torch.cuda.empty_cache()  # memory for the other processes
+
+    def _attention_ms(self, job: Job) -> float:
         attend = self._attention(job.library, job.shape)
         *qkv, cotangent = self._tensors(job.shape)
 
@@ -41,11 +49,46 @@ class Measurements:
             out = attend(*qkv)
             return out if job.what == FORWARD else torch.autograd.grad(out, qkv, cotangent)
 
-        try:
-            return {"ms": milliseconds(run, self._wait, self._row_seconds)}
-        finally:
-            if self._device == "cuda":
-                torch.cuda.empty_cache()  # memory for the other processes
+        return milliseconds(run, self._wait, self._options.row_seconds)
+
+    def _step(self) -> dict[str, float]:
+        """A step of transformers' decoder of the same shape: compiled, SDPA, bfloat16 autocast, fused AdamW."""
+        from transformers import LlamaConfig, LlamaForCausalLM  # imported here, because it takes seconds
+
+        settings = load(self._options.step)
+        model, rows = settings.model, settings.train.rows
+        on_gpu = self._device == "cuda"
+        with torch.device(self._device):
+            decoder = LlamaForCausalLM(
+                LlamaConfig(
+                    hidden_size=model.model_dim,
+                    intermediate_size=model.mlp_dim,
+                    num_hidden_layers=model.num_layers,
+                    num_attention_heads=model.num_heads,
+                    num_key_value_heads=model.num_kv_heads,
+                    vocab_size=model.vocab_size,
+                    tie_word_embeddings=model.tied_head,
+                    max_position_embeddings=settings.train.length,
+                    attn_implementation="sdpa",
+                )
+            )
+            tokens = torch.randint(0, model.vocab_size, (rows, settings.train.length))
+        optimizer = torch.optim.AdamW(decoder.parameters(), fused=on_gpu)
+        compiled = torch.compile(decoder)
+
+        def run():
+            with torch.autocast(self._device, torch.bfloat16):
+                loss = compiled(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss
+
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        ms = milliseconds(run, self._wait, self._options.row_seconds)
+        peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+        return {"ms": ms, "tokens_per_second": tokens.numel() / ms * 1e3, "gibibytes": peak / 2**30}
 
     def _wait(self, _: Any) -> None:
         if self._device == "cuda":
