@@ -169,7 +169,7 @@ def plan(
     evaluate: bool,
     **steps: Any,
 ) -> None:
-    """compile a config's step, or its evaluation, for a pod of TPUs, without a TPU, and predict memory and speed"""
+    """compile a config's step, or its evaluation, for TPUs or GPUs without one, and predict memory and speed"""
     config = load(path, overrides)
     if any(steps.values()):
         from train.lab.steps.compare_steps import compare_steps
@@ -227,7 +227,11 @@ _ARGUMENTS = {
         "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
     },
     "plan": {
-        "--topology": {"required": True, "metavar": "POD", "help": "as in v5p:8x8x8; chips are v5e, v5p, v6e and 7x"},
+        "--topology": {
+            "required": True,
+            "metavar": "POD",
+            "help": "as in v5p:8x8x8 or h100:8; chips are v5e, v5p, v6e, 7x, h100 and h200",
+        },
         "--slices": {"type": int, "default": 1, "metavar": "N", "help": "how many of these slices, joined by DCN (1)"},
         "--sweep": {
             "type": int,

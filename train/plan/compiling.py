@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.config import Config, MeshConfig, TrainConfig, dump, parse_text
+from train.plan.gpus import Nodes, machine_of
 from train.plan.hlo import arrays
-from train.plan.pods import GIB, Coordinates, Pod, pod_of
+from train.plan.pods import GIB, Coordinates, Pod
 from train.runtime.compiler import DoesNotCompile, answer, check_compiler, run_compiler
-from train.runtime.flags import VARIABLE, missing
+from train.runtime.flags import missing, variable_of
 from train.runtime.lines import in_a_line
 
 _OUT_OF_MEMORY = (
@@ -83,15 +84,15 @@ UPDATE, EVALUATION = "update", "evaluation"
 
 
 def compile_step(
-    config: Config, pod: Pod, timeout: int = 3600, flags: str | None = None, kind: str = UPDATE
+    config: Config, pod: Pod | Nodes, timeout: int = 3600, flags: str | None = None, kind: str = UPDATE
 ) -> CompiledStep:
-    """Compiles the step of a config without stages, with `flags` in addition to those of ``LIBTPU_INIT_ARGS``.
+    """Compiles the step of a config without stages, with `flags` in addition to those of the environment.
 
     `kind` is `UPDATE` or `EVALUATION`. If `flags` is None, the flags that are recommended for the chip, and that the
     environment does not set, are used. Raises ValueError for a config that does not fit the pod, and `DoesNotCompile`
     if the compiler fails.
     """
-    check_compiler()
+    check_compiler(pod.generation)
     flags = compiler_flags(pod.generation, flags)
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
         (Path(directory) / "config.yaml").write_text(dump(config), encoding="utf-8")
@@ -103,18 +104,19 @@ def compile_step(
 
 
 def compiler_flags(chip: str, flags: str | None = None) -> str:
-    """The content of ``LIBTPU_INIT_ARGS``, then `flags`; if None, the recommended flags that the variable lacks."""
-    present = os.environ.get(VARIABLE, "")
+    """The flags of the environment, then `flags`; if None, the recommended flags that the environment lacks."""
+    present = os.environ.get(variable_of(chip), "")
     return f"{present} {missing(chip, present) if flags is None else flags}".strip()
 
 
-def _run(directory: str, pod: Pod, timeout: int, flags: str, kind: str) -> dict[str, Any]:
+def _run(directory: str, pod: Pod | Nodes, timeout: int, flags: str, kind: str) -> dict[str, Any]:
+    arguments, variable = [directory, pod.slice_name, str(pod.slices), kind], variable_of(pod.generation)
     try:
-        return run_compiler("train.plan.compiling", [directory, pod.slice_name, str(pod.slices), kind], flags, timeout)
+        return run_compiler("train.plan.compiling", arguments, flags, timeout, variable)
     except DoesNotCompile as error:
         if unknown := _UNKNOWN_FLAG.search(error.details):
             raise ValueError(
-                f"--flags: this libtpu knows no flag --{unknown[1]}, found among {flags}; take it out of {VARIABLE}, "
+                f"--flags: the compiler knows no flag --{unknown[1]}, found among {flags}; take it out of {variable}, "
                 'or, if posjax recommends it, give the others by --flags="..."'
             ) from None
         raise
@@ -146,10 +148,13 @@ def largest(folder: Path, count: int = 5) -> list[Allocation]:
     return found[:count]
 
 
-def devices_of(pod: Pod) -> list:
+def devices_of(pod: Pod | Nodes) -> list:
     """The devices of a pod as the compiler sees them. Raises ValueError for a pod that the compiler does not know."""
     from jax.experimental import topologies
 
+    if isinstance(pod, Nodes):
+        described = {"target_config": pod.description, "topology": pod.topology}
+        return list(topologies.get_topology_desc(platform="cuda", **described).devices)
     rings = (*pod.rings, False)[:3]  # libtpu expects three, and closes no ring by default
     try:
         found = topologies.get_topology_desc(pod.topology, "tpu", num_slices=pod.slices, wrap=rings)
@@ -158,24 +163,26 @@ def devices_of(pod: Pod) -> list:
     return list(found.devices)
 
 
-def _child(directory: Path, pod: Pod, kind: str) -> dict[str, Any]:
+def _child(directory: Path, pod: Pod | Nodes, kind: str) -> dict[str, Any]:
     """Compiles, writes the program, and returns its memory, largest arrays, mesh axes and devices' coordinates."""
     import jax
 
     config = parse_text((directory / "config.yaml").read_text(encoding="utf-8"), "the config")
     mesh, program, arguments = {UPDATE: _update, EVALUATION: _evaluation}[kind](config, devices_of(pod))
     with jax.set_mesh(mesh):
-        compiled = program.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+        compiled = program.trace(*arguments).lower(lowering_platforms=(pod.platform,)).compile()
     held = arguments[1:] if kind == UPDATE else arguments  # without the seed and the rates, which are a few bytes
     (directory / "program.txt").write_text(compiled.as_text(), encoding="utf-8")
     return {
         "memory": vars(_memory(compiled.memory_analysis(), *held)),
         "largest": largest(directory),
         "axes": dict(mesh.shape),
-        "coordinates": [
-            (*device.coords, device.core_on_chip) for device in mesh.devices.flat[: pod.devices // pod.slices]
-        ],
+        "coordinates": [] if isinstance(pod, Nodes) else _coordinates(mesh.devices.flat[: pod.devices // pod.slices]),
     }
+
+
+def _coordinates(devices: Any) -> list[Coordinates]:
+    return [(*device.coords, device.core_on_chip) for device in devices]
 
 
 def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
@@ -269,7 +276,7 @@ def _main(folder: Path, topology: str, slices: str, kind: str) -> None:
     # Asks the compiler, before JAX is loaded, for its report of memory; flags in the user's ``XLA_FLAGS`` win.
     wanted = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
     os.environ["XLA_FLAGS"] = f"{wanted} {os.environ.get('XLA_FLAGS', '')}".strip()
-    answer(lambda: _child(folder, pod_of(topology, int(slices)), kind), lambda error: _words(error, folder))
+    answer(lambda: _child(folder, machine_of(topology, int(slices)), kind), lambda error: _words(error, folder))
 
 
 if __name__ == "__main__":

@@ -1,40 +1,20 @@
-"""GPUs by name and number, ``h100:8``: their memory, rates and links, and the compiler's description of one."""
+"""GPUs by name and number, ``h100:8``, and the compiler's description of one."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from posjax._checks import check
+from train.plan.pods import Pod, pod_of
+from train.runtime.chips import GPU, GPUS, Links
 
 IN_A_NODE = 8
 """GPUs that NVLink joins."""
 
-
-@dataclass(frozen=True)
-class GPU:
-    """One GPU of a node; published numbers, bandwidths in GB/s one way."""
-
-    name: str
-    kind: str  # JAX's name for it
-    peak: float  # bfloat16 FLOP/s, without sparsity
-    memory: int  # bytes
-    bandwidth: float  # of its memory
-    nvlink: float  # to the other GPUs of its node together
-    network: float  # to other nodes, its share of the node's network cards
-    cores: int  # multiprocessors
-    gigahertz: float
-    shared_memory: int  # bytes of one multiprocessor
-    cache: int  # bytes of the second level
-
-
-_ALL = (
-    GPU("h100", "NVIDIA H100 80GB HBM3", 989.5e12, 84_942_979_072, 3352.0, 450, 50, 132, 1.98, 233_472, 52_428_800),
-    GPU("h200", "NVIDIA H200", 989.5e12, 150_109_880_320, 4800.0, 450, 50, 132, 1.98, 233_472, 62_914_560),
-)
-
-GPUS = {gpu.name: gpu for gpu in _ALL}
 
 GPU_LATENCY = 1e-5
 """Seconds that a collective takes whatever its size; assumed."""
@@ -42,11 +22,12 @@ GPU_LATENCY = 1e-5
 
 @dataclass(frozen=True)
 class Nodes:
-    """Some GPUs of one kind, in nodes of up to eight."""
+    """Some GPUs of one kind, in nodes of up to eight. It has what a plan reads of a `Pod`."""
 
     generation: str
     devices: int
-    slices: int = 1
+    slices: int = 1  # as of a pod; nodes are no slices
+    platform: ClassVar[str] = "cuda"
 
     @property
     def gpu(self) -> GPU:
@@ -74,9 +55,19 @@ class Nodes:
         return f"1x{self.nodes}x{self.devices // self.nodes}"
 
     @property
+    def slice_name(self) -> str:
+        """That of all of them: nodes are no slices."""
+        return self.name
+
+    @property
+    def links(self) -> Links:
+        """NVLink and the network as links of a row of chips, for rough counts."""
+        return Links(self.gpu.memory / 2**30, self.gpu.nvlink / 2, self.gpu.network, dimensions=1)
+
+    @property
     def hbm_bytes(self) -> float:
-        """Memory of one GPU, in bytes."""
-        return float(self.gpu.memory)
+        """The memory of one GPU that jax takes, in bytes."""
+        return self.gpu.memory * memory_fraction()
 
     @property
     def peak_flops(self) -> float:
@@ -120,13 +111,17 @@ class Nodes:
         )
 
 
-def is_gpus(name: str) -> bool:
-    """Whether a name of the command line, such as ``h100:8``, is of GPUs."""
-    return name.partition(":")[0] in GPUS
+def memory_fraction() -> float:
+    """The share of a GPU's memory that jax takes."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
 
 
-def nodes_of(name: str, slices: int = 1) -> Nodes:
-    """The GPUs of that name. Raises ValueError for an invalid number of them, and for slices."""
+def machine_of(name: str, slices: int = 1) -> Pod | Nodes:
+    """The pod or the GPUs of a name of the command line. Raises ValueError for an invalid one."""
+    return _nodes_of(name, slices) if name.partition(":")[0] in GPUS else pod_of(name, slices)
+
+
+def _nodes_of(name: str, slices: int) -> Nodes:
     check(
         slices == 1,
         f"--slices: nodes of GPUs have no slices; give the number of GPUs, as in {name.partition(':')[0]}:32",

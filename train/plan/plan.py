@@ -13,12 +13,14 @@ from train.model.build import Setup
 from train.model.flops import Flops, maxtext_flops, update_flops
 from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
 from train.plan.compiling import EVALUATION, Allocation, CompiledStep, Memory, batch_of_evaluation, compile_step
+from train.plan.gpus import Nodes
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Network
 from train.plan.pods import Pod
+from train.plan.roofline import GPUKernels, NodeNetwork, Roofline
 from train.plan.timeline import Simulator, Tally
-from train.runtime.flags import VARIABLE
+from train.runtime.flags import variable_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Plan:
     """The compiler's facts on a step, and the prediction from them."""
 
     setup: Setup
-    pod: Pod
+    pod: Pod | Nodes
     axes: dict[str, int]
     memory: Memory
     flops: Flops
@@ -59,7 +61,7 @@ class Plan:
         return self.share * flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)
 
 
-def check_split(config: Config, pod: Pod) -> Setup:
+def check_split(config: Config, pod: Pod | Nodes) -> Setup:
     """What a config means on a pod. Raises ValueError for rows, heads or a length that the mesh cannot split, or slices
     that it cannot span."""
     sizes, train = mesh_shape(config.train.mesh, pod.devices), config.train
@@ -84,13 +86,13 @@ def mesh_of(axes: dict[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
-def make_plan(config: Config, pod: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
+def make_plan(config: Config, pod: Pod | Nodes, timeout: int = 3600, flags: str | None = None) -> Plan:
     """Compiles the step of a config without stages and predicts its time; see `train.plan.compiling.compile_step`."""
     setup = check_split(config, pod)  # an error names the key and comes at once, even without a compiler
     return plan_of(setup, pod, compile_step(config, pod, timeout, flags))
 
 
-def plan_evaluation(config: Config, pod: Pod, timeout: int = 3600, flags: str | None = None) -> Plan:
+def plan_evaluation(config: Config, pod: Pod | Nodes, timeout: int = 3600, flags: str | None = None) -> Plan:
     """Compiles what `evaluate` computes of a batch at the longest of ``evaluate.lengths``, and predicts its time.
 
     The last stage is used, under the config's extension. The plan's config has the length, rows and mesh of this batch
@@ -103,21 +105,24 @@ def plan_evaluation(config: Config, pod: Pod, timeout: int = 3600, flags: str | 
     return replace(plan_of(Setup(measured, mesh_of(compiled.axes)), pod, compiled), share=1 / 3)
 
 
-def plan_of(setup: Setup, pod: Pod, compiled: CompiledStep) -> Plan:
+def plan_of(setup: Setup, pod: Pod | Nodes, compiled: CompiledStep) -> Plan:
     """The plan of a config on a mesh with a compiled step."""
     tally = simulator_of(pod, compiled, kernels_of(setup, pod, compiled.axes)).run()
     flops, flags = update_flops(setup), compiled.flags or ""
     return Plan(setup, pod, compiled.axes, compiled.memory, flops, tally, flags, largest=compiled.largest)
 
 
-def kernels_of(setup: Setup, pod: Pod, axes: dict[str, int]) -> Kernels:
+def kernels_of(setup: Setup, pod: Pod | Nodes, axes: dict[str, int]) -> Kernels | GPUKernels:
     """The kernels of a step, for the masks of a config and the layout of a mesh, perhaps of another trainer."""
     decoder, train = setup.decoder, setup.config.train
-    return Kernels(pod, visited_share(decoder.layers, train.length, decoder.causal), _tokens_spread(setup, axes))
+    kind = GPUKernels if isinstance(pod, Nodes) else Kernels
+    return kind(pod, visited_share(decoder.layers, train.length, decoder.causal), _tokens_spread(setup, axes))
 
 
-def simulator_of(pod: Pod, compiled: CompiledStep, kernels: Kernels) -> Simulator:
+def simulator_of(pod: Pod | Nodes, compiled: CompiledStep, kernels: Kernels | GPUKernels) -> Simulator:
     """The simulation of a compiled step, of any trainer."""
+    if isinstance(pod, Nodes):
+        return Roofline(parse(compiled.text), NodeNetwork(pod, compiled.axes), kernels)
     network = Network(pod, _in_a_slice(compiled.axes, pod.slices), compiled.coordinates)
     return Simulator(parse(compiled.text), network, kernels)
 
@@ -149,7 +154,7 @@ def mesh_text(axes: dict[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
 
 
-def compiled_with(flags: str) -> str:
-    """The flags of the compiler, and how to set them for a run."""
-    needed = f'these flags, which a run needs too: export {VARIABLE}="{flags}"'
+def compiled_with(flags: str, chip: str) -> str:
+    """The flags of the compiler for a chip, and how to set them for a run."""
+    needed = f'these flags, which a run needs too: export {variable_of(chip)}="{flags}"'
     return f"compiled with {needed}" if flags else "compiled without flags of the compiler"

@@ -7,9 +7,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from posjax._checks import check
-from train.runtime.chips import CHIPS, Chip, Links
+from train.runtime.chips import CHIPS, GPUS, Chip, Links
 
 GIB = 2**30
 
@@ -34,6 +35,7 @@ class Pod:
     generation: str
     chips_along: tuple[int, ...]  # of a slice
     slices: int = 1
+    platform: ClassVar[str] = "tpu"
 
     @property
     def chip(self) -> Chip:
@@ -112,7 +114,7 @@ def pod_of(name: str, slices: int = 1) -> Pod:
     generation, sizes = found[1], tuple(map(int, found[2].split("x")))
     check(
         generation in KNOWN,
-        f"--topology: {name!r}: there is no chip {generation!r} (known: {', '.join(KNOWN)})",
+        f"--topology: {name!r}: there is no chip {generation!r} (known: {', '.join((*KNOWN, *GPUS))})",
     )
     wanted = CHIPS[generation].links.dimensions
     example = {2: "16x16", 3: "8x8x8"}[wanted]

@@ -9,9 +9,11 @@ from rich.table import Table
 
 from posjax._checks import check
 from train.config import Config
+from train.plan.gpus import Nodes, machine_of, memory_fraction
 from train.plan.network import DCN
 from train.plan.plan import Plan, compiled_with, make_plan, mesh_text, plan_evaluation
-from train.plan.pods import DCN_LATENCY, GIB, LATENCY, pod_of
+from train.plan.pods import DCN_LATENCY, GIB, LATENCY, Pod
+from train.plan.roofline import LINKS, MEMORY, PRODUCTS
 from train.plan.sweep import sweep as rank
 
 _WIDTH = 120
@@ -29,7 +31,7 @@ def plan(
     """
     check(sweep >= 0, f"--sweep: expected the number of ways to compile, found {sweep}")
     check(not (evaluate and sweep), "--sweep ranks ways to train, not evaluations; leave out --sweep or --evaluate")
-    pod, console = pod_of(topology, slices), new_console()
+    pod, console = machine_of(topology, slices), new_console()
     if evaluate:
         show(plan_evaluation(config, pod, flags=flags), console)
         return
@@ -51,11 +53,12 @@ def new_console() -> Console:
 def show(plan: Plan, console: Console) -> None:
     """Prints memory, traffic and the predicted step."""
     largest = (_largest(plan),) if plan.largest else ()
-    console.print(Group(_memory(plan), *largest, _traffic(plan), _step(plan)))
+    traffic = (_traffic(plan),) if plan.tally.moved else ()
+    console.print(Group(_memory(plan), *largest, *traffic, _step(plan)))
     console.print(assumptions(plan), highlight=False)
     if message := plan.setup.undivided:
         console.print(f"warning: {message}", highlight=False)
-    console.print(f"The step was {compiled_with(plan.flags)}", highlight=False)
+    console.print(f"The step was {compiled_with(plan.flags, plan.pod.generation)}", highlight=False)
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -66,7 +69,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def _memory(plan: Plan) -> Table:
-    unit = "half a chip" if plan.pod.links.devices > 1 else "a chip"
+    unit = "a GPU" if isinstance(plan.pod, Nodes) else "half a chip" if plan.pod.links.devices > 1 else "a chip"
     memory, hbm = plan.memory, plan.pod.hbm_bytes
     sizes = {
         "parameters": memory.parameters,
@@ -102,7 +105,7 @@ def _step(plan: Plan) -> Table:
         "waiting for collectives": f"{tally.exposed:.4g} s of {sum(tally.busy.values()):.4g} s on the links",
         **({"between slices, of that": f"{tally.busy[DCN]:.4g} s"} if plan.pod.slices > 1 else {}),
         "step": f"{plan.seconds:.4g} s",
-        "tokens a second and chip": f"{plan.tokens_per_second:,.0f}",
+        f"tokens a second and {'GPU' if isinstance(plan.pod, Nodes) else 'chip'}": f"{plan.tokens_per_second:,.0f}",
         "MFU, allowed pairs only": f"{plan.mfu:.1%}",
         "MFU as MaxText counts it": f"{plan.maxtext_mfu:.1%}",
     }
@@ -113,13 +116,29 @@ def _step(plan: Plan) -> Table:
 
 def assumptions(plan: Plan) -> str:
     """The assumptions of a prediction."""
-    pod = plan.pod
-    clock = f"{pod.chip.gigahertz:g} GHz{' (assumed)' if pod.chip.clock_is_assumed else ''}"
-    crossing = f" {pod.links.dcn:g} GB/s of a chip to other slices, {DCN_LATENCY * 1e6:g} us (assumed) an exchange;"
+    rates = _of_gpus if isinstance(plan.pod, Nodes) else _of_chips
     unknown = ", ".join(f"{name} x {count}" for name, count in plan.tally.unknown.items())
     return (
-        f"Predicted, not measured: compiler's cycles at {clock}; links of {pod.links.link:g} GB/s one way, "
-        f"{LATENCY * 1e6:g} us a hop;{crossing if pod.slices > 1 else ''} every row one document; "
-        "collectives overlap only what is between their start and their end in the compiled program; no "
-        "input, no host, no stragglers." + (f" Not included, because unknown: {unknown}." if unknown else "")
+        f"Predicted, not measured: {rates(plan.pod)}; every row one document; collectives overlap only what is between "
+        "their start and their end in the compiled program; no input, no host, no stragglers."
+        + (f" Not included, because unknown: {unknown}." if unknown else "")
+    )
+
+
+def _of_chips(pod: Pod) -> str:
+    clock = f"{pod.chip.gigahertz:g} GHz{' (assumed)' if pod.chip.clock_is_assumed else ''}"
+    crossing = f"; {pod.links.dcn:g} GB/s of a chip to other slices, {DCN_LATENCY * 1e6:g} us (assumed) an exchange"
+    return (
+        f"compiler's cycles at {clock}; links of {pod.links.link:g} GB/s one way, {LATENCY * 1e6:g} us a hop"
+        f"{crossing if pod.slices > 1 else ''}"
+    )
+
+
+def _of_gpus(nodes: Nodes) -> str:
+    gpu = nodes.gpu
+    return (
+        f"a roofline, with {PRODUCTS:.0%} of the published {gpu.peak / 1e12:,.0f} TFLOP/s of products, {MEMORY:.0%} of "
+        f"{gpu.bandwidth:,.0f} GB/s of memory, {LINKS:.0%} of {gpu.nvlink:g} GB/s of NVLink and {gpu.network:g} GB/s to "
+        "other nodes (assumed); attention at the rate of a prototype of its kernels, measured on an H100; of the "
+        f"memory the {memory_fraction():.0%} that jax takes by XLA_PYTHON_CLIENT_MEM_FRACTION"
     )

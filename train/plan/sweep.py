@@ -22,6 +22,7 @@ from train.config import Config, TrainConfig
 from train.model.build import Setup
 from train.model.flops import product_parameters, update_flops
 from train.plan.compiling import DoesNotCompile, compiler_flags
+from train.plan.gpus import Nodes
 from train.plan.plan import Plan, check_split, compiled_with, make_plan, mesh_text
 from train.plan.pods import GIB, Pod
 from train.runtime.lines import in_a_line
@@ -49,7 +50,7 @@ class Candidate:
 
 
 def sweep(
-    config: Config, pod: Pod, count: int, console: Console, flags: str | None = None
+    config: Config, pod: Pod | Nodes, count: int, console: Console, flags: str | None = None
 ) -> list[tuple[Candidate, Plan | str]]:
     """Compiles `count` candidates and prints them, the fastest first; those that do not compile come last, with the
     reason.
@@ -66,11 +67,11 @@ def sweep(
     results = [(one, _attempt(one, pod, console, flags)) for one in chosen]
     results.sort(key=lambda pair: pair[1].seconds if isinstance(pair[1], Plan) else float("inf"))
     console.print(_table(results, pod, len(found)))
-    console.print(f"All were {compiled_with(compiler_flags(pod.generation, flags))}", highlight=False)
+    console.print(f"All were {compiled_with(compiler_flags(pod.generation, flags), pod.generation)}", highlight=False)
     return results
 
 
-def _attempt(one: Candidate, pod: Pod, console: Console, flags: str | None) -> Plan | str:
+def _attempt(one: Candidate, pod: Pod | Nodes, console: Console, flags: str | None) -> Plan | str:
     console.print(f"[dim]{one.name} ...[/dim]")
     try:
         return make_plan(one.setup.config, pod, flags=flags)
@@ -78,7 +79,7 @@ def _attempt(one: Candidate, pod: Pod, console: Console, flags: str | None) -> P
         return in_a_line(error, 400)
 
 
-def candidates(config: Config, pod: Pod) -> Iterator[Candidate]:
+def candidates(config: Config, pod: Pod | Nodes) -> Iterator[Candidate]:
     """All candidates that split evenly, by powers of two along each axis."""
     devices = pod.devices // pod.slices
     powers = [2**n for n in range(devices.bit_length()) if devices % 2**n == 0]
@@ -93,7 +94,7 @@ def candidates(config: Config, pod: Pod) -> Iterator[Candidate]:
                 yield Candidate(changed, axes, rough_bytes(changed, axes), rough_seconds(changed, axes, pod))
 
 
-def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, pod: Pod) -> Setup | None:
+def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, pod: Pod | Nodes) -> Setup | None:
     """What the config means with these changes; None if it cannot be split this way."""
     mesh = dataclasses.replace(config.train.mesh, **axes)
     context = dataclasses.replace(config.train.context, strategy=strategy)
@@ -140,7 +141,7 @@ def _all_parameters(decoder: DecoderConfig) -> int:
     return product_parameters(decoder) + (0 if decoder.tied_head else decoder.vocab_size * decoder.model_dim)
 
 
-def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod) -> float:
+def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod | Nodes) -> float:
     """A rough time of a step: the longest of work, links and exchange between slices, plus the waits of layers.
 
     Work runs at 60% of the peak, with a third more for the part that the backward pass runs again. Over the links,
@@ -164,7 +165,7 @@ def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod) -> float:
     return max(work, gathered * (axes["fsdp"] * axes["context"] > 1) + around, crossed) + inside
 
 
-def _table(results: list[tuple[Candidate, Plan | str]], pod: Pod, count: int) -> Table:
+def _table(results: list[tuple[Candidate, Plan | str]], pod: Pod | Nodes, count: int) -> Table:
     title = f"{len(results)} of {count} ways to run it on {pod.name}, predicted"
     table = Table("mesh, remat, context", "HBM GiB", "step s", "MFU", "tokens/s/chip", title=title)
     for one, found in results:

@@ -1,4 +1,4 @@
-"""Published facts about chips: the peak rates of their units, memory and links.
+"""Published facts about chips and GPUs: the peak rates of their units, memory and links.
 
 What the kernels require of a TPU is in ``posjax.attention.tpu.blocks.TARGETS``.
 """
@@ -101,12 +101,36 @@ _ALL = (
 
 CHIPS = {chip.name: chip for chip in _ALL}
 
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU of a node; published numbers, bandwidths in GB/s one way."""
+
+    name: str
+    kind: str  # JAX's name for it
+    peak: float  # bfloat16 FLOP/s, without sparsity
+    memory: int  # bytes
+    bandwidth: float  # of its memory
+    nvlink: float  # to the other GPUs of its node together
+    network: float  # to other nodes, its share of the node's network cards
+    cores: int  # multiprocessors
+    gigahertz: float
+    shared_memory: int  # bytes of one multiprocessor
+    cache: int  # bytes of the second level
+
+
+_ALL = (
+    GPU("h100", "NVIDIA H100 80GB HBM3", 989.5e12, 84_942_979_072, 3352.0, 450, 50, 132, 1.98, 233_472, 52_428_800),
+    GPU("h200", "NVIDIA H200", 989.5e12, 150_109_880_320, 4800.0, 450, 50, 132, 1.98, 233_472, 62_914_560),
+)
+
+GPUS = {gpu.name: gpu for gpu in _ALL}
+
 PEAK_FLOPS = {
     **{chip.kind: chip.peak for chip in CHIPS.values()},
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.5e12,
-    "NVIDIA H200": 989.5e12,
+    **{gpu.kind: gpu.peak for gpu in GPUS.values()},
     "NVIDIA B200": 2250e12,
 }
 """Published bfloat16 FLOP/s of a chip, without sparsity, by the name that JAX gives the kind of its devices."""

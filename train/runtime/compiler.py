@@ -1,10 +1,11 @@
-"""Runs the TPU compiler (libtpu), which needs no TPU, in a separate process.
+"""Runs the compiler for TPUs (libtpu), or that for GPUs, in a separate process; neither needs the device.
 
-libtpu reads its flags once, when it is loaded, so the compiling process is started with them.
+A compiler reads its flags once, when it is loaded, so the compiling process is started with them.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -15,8 +16,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from train.runtime.chips import GPUS
 from train.runtime.flags import VARIABLE
 from train.runtime.paths import python_path
+
+_CUDA = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 class DoesNotCompile(ValueError):
@@ -25,21 +29,33 @@ class DoesNotCompile(ValueError):
     details = ""  # everything that the compiling process wrote to standard error
 
 
-def check_compiler() -> None:
-    """Raises unless the TPU compiler is installed."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("the TPU compiler is not installed, and schedules come from it: pip install libtpu")
+def check_compiler(chip: str = "") -> None:
+    """Raises ValueError unless the compiler for a chip or a GPU is installed."""
+    if chip not in GPUS:
+        if importlib.util.find_spec("libtpu") is None:
+            raise ValueError("the TPU compiler is not installed, and schedules come from it: pip install libtpu")
+        return
+    found = importlib.metadata.version("jax")
+    is_new = tuple(map(int, found.split(".")[:2])) >= (0, 11)
+    if not is_new or not any(map(importlib.util.find_spec, _CUDA)):
+        raise ValueError(
+            f"--topology: to compile for {chip} needs jax 0.11 or newer with its CUDA plugin, found jax {found}; on "
+            'Python 3.12 or newer: pip install -e ".[train,cuda]"'
+        )
 
 
-def run_compiler(module: str, arguments: Sequence[str], flags: str, timeout: int) -> dict[str, Any]:
-    """The reply of a module that runs in a separate process, with these flags for libtpu, and ends with `answer`.
+def run_compiler(
+    module: str, arguments: Sequence[str], flags: str, timeout: int, variable: str = VARIABLE
+) -> dict[str, Any]:
+    """The reply of a module that runs in a separate process, with these flags for the compiler in an environment
+    variable, and ends with `answer`.
 
     A ValueError of the module is raised here as a ValueError; any other error, a crash or a timeout is a
     `DoesNotCompile`.
     """
     environment = {
         **os.environ,
-        VARIABLE: flags,
+        variable: flags,
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no process holds a TPU, so no lock is needed

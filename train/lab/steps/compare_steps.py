@@ -83,7 +83,7 @@ def compare_steps(
     console.print(_notes(breakdowns), highlight=False)
     for one in steps:
         if one.step.flags is not None:
-            console.print(f"{one.name}: {compiled_with(one.step.flags)}", highlight=False)
+            console.print(f"{one.name}: {compiled_with(one.step.flags, pod.generation)}", highlight=False)
 
 
 def breakdown_of(one: SavedStep, setup: Setup, pod: Pod) -> Breakdown:
