@@ -20,7 +20,7 @@ from train.evaluate.predictor import Predictor, RowLayout
 from train.model.mesh import BATCH_AXES
 from train.model.sharding import LENGTH_AXES, cast_matrices, named_sharding
 
-_CHUNK, _CHUNK_ON_MESH = 64, 256  # tokens of a prompt per chunk
+_CHUNK = 256  # tokens of a prompt that are read at once: each chunk reads all parameters
 
 
 def predictor_of(model: nn.Decoder, seed: int, mesh: Mesh | None = None) -> tuple[Predictor, Any]:
@@ -119,9 +119,9 @@ def to_decode(model: nn.Decoder, mesh: Mesh | None) -> tuple[nnx.GraphDef, Calla
     On a mesh the compiler splits attention over the slots of the cache; it can do so in the dense implementation, where
     it sees all logits.
     """
-    if mesh is None:
-        return nnx.split(model)[0], lambda parameters: parameters
     narrow = partial(cast_matrices, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
+    if mesh is None:
+        return nnx.split(model)[0], narrow
     return computed(model, placement=Placement(), implementation="dense"), narrow
 
 
@@ -133,21 +133,16 @@ def cache_for(
     shards = 1 if mesh is None else mesh.shape["context"]
     even = -(-total // shards) * shards
     reach = model.config.layers.reach or even  # slots beyond it would never be used
-    cache = model.init_cache(rows, min(even, max(total, reach)), chunk=_chunk(size, mesh))
+    cache = model.init_cache(rows, min(even, max(total, reach)), chunk=min(_CHUNK, size))
     return cache if mesh is None else jax.lax.with_sharding_constraint(cache, split_cache(cache, mesh))
 
 
-def _chunk(size: int, mesh: Mesh | None) -> int:
-    """Tokens of a prompt per chunk; more on a mesh, where each chunk needs communication."""
-    return min(_CHUNK if mesh is None else _CHUNK_ON_MESH, size)
-
-
 def read(
-    step: Step, parameters: Any, cache: Any, prompts: Int[Array, "rows prompt"], mesh: Mesh | None = None
+    step: Step, parameters: Any, cache: Any, prompts: Int[Array, "rows prompt"]
 ) -> tuple[Float[Array, "rows vocabulary"], Any]:
     """Reads prompts in chunks into an empty cache; returns the logits of the token after each prompt, and the cache."""
     rows, size = prompts.shape
-    chunk = _chunk(size, mesh)
+    chunk = min(_CHUNK, size)
     padded = jnp.pad(prompts, ((0, 0), (0, -size % chunk)))
     valid = jnp.broadcast_to(jnp.arange(padded.shape[1]) < size, padded.shape)
     parts = tuple(jnp.moveaxis(x.reshape(rows, -1, chunk), 1, 0) for x in (padded, valid))

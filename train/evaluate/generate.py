@@ -4,8 +4,10 @@ import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,28 +94,33 @@ def tokens_after(
 
     @jax.jit
     def begin(parameters):
-        return read(step, parameters, cache_for(graph, parameters, prompts, total, mesh), prompts, mesh)
+        return read(step, parameters, cache_for(graph, parameters, prompts, total, mesh), prompts)
 
     @partial(jax.jit, donate_argnums=1)
-    def follow(parameters, cache, token):
-        logits, cache = step(parameters, cache, token[:, None].astype(jnp.int32), jnp.ones((1, 1), bool))
-        return logits[:, -1], cache
+    def follow(parameters, cache, logits, n):
+        """The n-th token, whether its logits are finite, and the logits and the cache after it."""
+        key = jax.random.fold_in(jax.random.key(sampling.seed), n)
+        token = choose(key, logits, sampling.temperature, sampling.top_k).astype(jnp.int32)
+        following, cache = step(parameters, cache, token[:, None], jnp.ones((1, 1), bool))
+        return whole(token), whole(jnp.isfinite(logits).all()), following[:, -1], cache
 
-    @jax.jit
-    def choose_next(n, logits):
-        token = choose(
-            jax.random.fold_in(jax.random.key(sampling.seed), n), logits, sampling.temperature, sampling.top_k
-        )
-        return whole(token), whole(jnp.isfinite(logits).all())
+    def queued():
+        logits, cache = begin(parameters)
+        for n in range(sampling.tokens):
+            token, finite, logits, cache = follow(parameters, cache, logits, np.int32(n))
+            yield token, finite
 
-    last, cache = begin(parameters)
-    for n in range(sampling.tokens):
-        token, finite = choose_next(np.int32(n), last)
+    for n, (token, finite) in enumerate(_one_ahead(queued())):
         check(bool(finite), f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
         if int(token[0]) in ends:
             return
         yield int(token[0])
-        last, cache = follow(parameters, cache, token)
+
+
+def _one_ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The items, each after the next one was asked for: the device computes a token while the host writes the last."""
+    for before, _ in pairwise(chain(items, [None])):
+        yield before
 
 
 def generate(

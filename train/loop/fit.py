@@ -92,7 +92,7 @@ def fit(config: Config, directory: str | Path | None = None, *, progress: str | 
     stages = prepare(config, log)
     is_new = create_run(config, directory)
     # Not shown for a resumed run: with other flags than at its start, its result would not be the same bit for bit.
-    if is_new and (advice := flags.advice(jax.devices()[0].device_kind)):
+    if is_new and (advice := flags.advice(jax.devices()[0].device_kind, jax.device_count())):
         log(advice)
     corpora = [stage.rows.digest() for stage in stages]
     with ExitStack() as stack:

@@ -89,15 +89,18 @@ def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
     return jax.tree.map(lambda leaf, names: named_sharding(mesh, names, leaf.shape), shapes, axes)
 
 
-def cast_matrices(parameters: Any, axes: Any, dtype: Any, mesh: Mesh) -> Any:
+def cast_matrices(parameters: Any, axes: Any, dtype: Any, mesh: Mesh | None) -> Any:
     """Parameters whose matrices are cast to the model's compute dtype before communication, with the same sharding. For
-    use in a program over the mesh.
+    use in a program over the mesh; or, with None, on one device.
     """
 
     def narrow(leaf: Array, names: tuple) -> Array:
         if leaf.dtype == dtype or not is_matrix(names):
             return leaf
-        return jax.lax.with_sharding_constraint(leaf.astype(dtype), named_sharding(mesh, names, leaf.shape).spec)
+        cast = leaf.astype(dtype)
+        if mesh is None:
+            return cast
+        return jax.lax.with_sharding_constraint(cast, named_sharding(mesh, names, leaf.shape).spec)
 
     return jax.tree.map(narrow, parameters, axes)
 

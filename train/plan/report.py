@@ -138,7 +138,7 @@ def _of_gpus(nodes: Nodes) -> str:
     gpu = nodes.gpu
     return (
         f"a roofline, with {PRODUCTS:.0%} of the published {gpu.peak / 1e12:,.0f} TFLOP/s of products, {MEMORY:.0%} of "
-        f"{gpu.bandwidth:,.0f} GB/s of memory, {LINKS:.0%} of {gpu.nvlink:g} GB/s of NVLink and {gpu.network:g} GB/s to "
-        "other nodes (assumed); attention at the rate of a prototype of its kernels, measured on an H100; of the "
-        f"memory the {memory_fraction():.0%} that jax takes by XLA_PYTHON_CLIENT_MEM_FRACTION"
+        f"{gpu.bandwidth:,.0f} GB/s of memory, {LINKS:.0%} of {gpu.nvlink:g} GB/s of NVLink and, to other nodes, of "
+        f"{gpu.network:g} GB/s (assumed); attention at the rate of a prototype of its kernels, measured on an H100; of "
+        f"the memory the {memory_fraction():.0%} that jax takes by XLA_PYTHON_CLIENT_MEM_FRACTION"
     )

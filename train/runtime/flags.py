@@ -43,13 +43,14 @@ def missing(chip: str, given: str) -> str:
     return " ".join(flag for flag in RECOMMENDED.get(chip, ()) if _name(flag) not in names)
 
 
-def advice(kind: str) -> str | None:
-    """The hint for a user with devices of this kind; None if the environment has all recommended flags."""
+def advice(kind: str, devices: int) -> str | None:
+    """The hint for a user with so many devices of this kind; None if the environment has all recommended flags, and for
+    one GPU, whose step they do not change."""
     chip = next((chip.name for chip in (*CHIPS.values(), *GPUS.values()) if chip.kind == kind), "")
     variable = variable_of(chip)
     present = os.environ.get(variable, "")
     wanted = missing(chip, present)
-    if not wanted:
+    if not wanted or (chip in GPUS and devices == 1):
         return None
     return (
         f"{variable} lacks flags of the compiler that are recommended for {chip}. A step is expected to be shorter in "

@@ -175,7 +175,7 @@ def test_a_device_keeps_its_share_of_the_tokens_seen():
 
     def after(p, prompts):
         step = decoding(graph, PositionSample(), 4008)
-        logits, kept = read(step, ready(p), cache_for(graph, p, prompts, 4008, where), prompts, where)
+        logits, kept = read(step, ready(p), cache_for(graph, p, prompts, 4008, where), prompts)
         return whole(logits), kept
 
     cache = jax.eval_shape(lambda p, prompts: cache_for(graph, p, prompts, 4008), parameters, prompts)
