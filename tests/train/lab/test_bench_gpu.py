@@ -27,10 +27,11 @@ SMALL = {
     "threads": 2,
     "row_seconds": 0.001,
     "step": "",
+    "generation": "",
 }
 STEP_OF = """
 model: {num_layers: 1, model_dim: 16, num_heads: 2, num_kv_heads: 1, mlp_dim: 16, vocab_size: 300}
-train: {length: 64, batch_tokens: 128}
+train: {length: 192, batch_tokens: 384}
 """
 
 
@@ -39,16 +40,19 @@ def _on_a_cpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
 
-def test_training_steps_and_a_profile_of_one(tmp_path, capsys):
-    step = tmp_path / "step.yaml"
-    step.write_text(STEP_OF)
-    config = GpuConfig(**SMALL | {"step": str(step)}, forms=())
+def test_training_steps_a_profile_of_one_and_generated_tokens(tmp_path, capsys):
+    model = tmp_path / "model.yaml"
+    model.write_text(STEP_OF)
+    config = GpuConfig(**SMALL | {"step": str(model), "generation": str(model)}, forms=())
     found = bench_gpu(config, tmp_path).found
+    for job in config.generations:
+        rows = int(job.shape.form.split()[0])
+        np.testing.assert_allclose(found[job]["tokens_per_second"] * found[job]["ms"], rows * 1e3)
     assert set(config.steps) <= set(found)
     for job in config.steps:
         result = found[job]
         if job.what == STEP:
-            np.testing.assert_allclose(result["tokens_per_second"] * result["ms"], 128 * 1e3)
+            np.testing.assert_allclose(result["tokens_per_second"] * result["ms"], 384 * 1e3)
         else:
             assert len(result["kernels"]) == 10
     assert "tokens/s" in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,11 +14,13 @@ from train.lab.gpu.jobs import (
     ERRORS,
     FORMS,
     FORWARD,
+    GENERATE,
     LIBRARIES,
     LONGEST_BIAS,
     OTHER_TILES,
     OURS,
     PROFILE,
+    ROWS,
     STEP,
     STEP_FORMS,
     SWEPT,
@@ -35,7 +37,7 @@ _LISTS = ("lengths", "sizes", "decode_kv_heads")
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """The measurements, in their order: errors, training steps, times, XLA's loops, decoding, other tiles.
+    """The measurements, in their order: errors, training steps, generation, times, XLA's loops, decoding, other tiles.
 
     Args:
         implementation: what is measured as ``posjax``; ``blockwise`` or ``dense`` need no GPU.
@@ -59,6 +61,7 @@ class GpuConfig:
     decode_length: int = 131072  # keys that a decoded token reads in every layer
     decode_kv_heads: tuple[int, ...] = (16, 4)
     step: str = "configs/gpus/llama-1b-8k.yaml"  # the config of a training step; "" for none
+    generation: str = "configs/gpus/smollm2-135m.yaml"  # the config of a model that generates; "" for none
 
     def __post_init__(self):
         for name in _COUNTS:
@@ -76,13 +79,14 @@ class GpuConfig:
     @property
     def options(self) -> Options:
         """How jobs are measured."""
-        return Options(self.implementation, self.threads, self.row_seconds, self.step)
+        return Options(self.implementation, self.threads, self.row_seconds, self.step, self.generation)
 
     @property
     def jobs(self) -> Iterator[Job]:
         """Every measurement, in the order in which they are made."""
         yield from self._errors()
         yield from self.steps
+        yield from self.generations
         for length in self.lengths:
             for library in LIBRARIES:
                 yield from self._times(library, length)
@@ -102,14 +106,19 @@ class GpuConfig:
         """Training steps, and a profile of the first."""
         if not self.step:
             return
-        settings = load(self.step)
-        model = settings.model
-        size = model.model_dim // model.num_heads
-        shapes = [Shape(form, settings.train.length, size, model.num_heads, model.num_kv_heads) for form in STEP_FORMS]
+        shapes = _shapes(self.step, STEP_FORMS)
         if self.libraries:  # first, since jax gives back no memory
             yield Job(STEP, TRANSFORMERS, next(shape for shape in shapes if shape.form == "rope"))
         yield from (Job(STEP, OURS, shape) for shape in shapes)
         yield Job(PROFILE, OURS, shapes[0])
+
+    @property
+    def generations(self) -> Iterator[Job]:
+        """Generated tokens, of one text and of many at once."""
+        if self.generation:
+            libraries = (OURS, TRANSFORMERS) if self.libraries else (OURS,)
+            shapes = _shapes(self.generation, ROWS)
+            yield from (Job(GENERATE, library, shape) for shape in shapes for library in libraries)
 
     def _errors(self) -> Iterator[Job]:
         for size in self.sizes:
@@ -139,6 +148,14 @@ class GpuConfig:
                 if form in self.forms:
                     shape = self.shape(form, self.lengths[0], size)
                     yield from (Job(TILES, name, shape) for name in OTHER_TILES)
+
+
+def _shapes(path: str, forms: Iterable[str]) -> list[Shape]:
+    """The shape of a config's model, in several forms."""
+    config = load(path)
+    model = config.model
+    size = model.model_dim // model.num_heads
+    return [Shape(form, config.train.length, size, model.num_heads, model.num_kv_heads) for form in forms]
 
 
 def _both_directions(library: str, shape: Shape) -> Iterator[Job]:

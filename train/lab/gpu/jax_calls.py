@@ -13,10 +13,12 @@ import jax.numpy as jnp
 
 from posjax.attention.gpu.inputs import TileSizes
 from train.lab.gpu import calls
+from train.lab.gpu.generation import measure_generation
 from train.lab.gpu.jobs import (
     DECODE,
     ERRORS,
     FORWARD,
+    GENERATE,
     LAYERS,
     OTHER_TILES,
     OURS,
@@ -52,9 +54,11 @@ class Measurements:
         return True
 
     def measure(self, job: Job) -> dict[str, Any]:
-        """The errors of a job, or its time in milliseconds; or what `measure_step` returns."""
+        """The errors of a job, or its time in milliseconds; or what `measure_step` or `measure_generation` returns."""
         if job.what in (STEP, PROFILE):
             return measure_step(job, self._options)
+        if job.what == GENERATE:
+            return measure_generation(job, self._options)
         waiting = self._programs.pop(job, None)
         programs = self._compiled(job) if waiting is None else waiting.result()
         arguments = _arguments(job)

@@ -20,7 +20,7 @@ LAYERS = 4
 """Caches that a decoded token reads one after the other, as in the layers of a decoder."""
 
 ERRORS, FORWARD, BACKWARD, DECODE, TILES = "errors", "forward", "forward + backward", "decode", "tiles"
-STEP, PROFILE = "training step", "profile"
+STEP, PROFILE, GENERATE = "training step", "profile", "generate"
 OURS = "posjax"
 LIBRARIES = {
     "cudnn": ("causal", "window"),
@@ -53,7 +53,11 @@ STEP_FORMS = {
 }
 """Forms of a training step: the scheme, and whether rows are packed with documents of `DOCUMENT` tokens."""
 TRANSFORMERS = "torch transformers"
-"""What a training step is measured beside, which has no mask of documents."""
+"""What training steps and generation are measured beside; it has no mask of documents."""
+ROWS = {"1 row": 1, "32 rows": 32}
+"""Forms of generation: how many texts are continued at once."""
+NEW_TOKENS = 128
+"""Tokens that are generated after a prompt, to the end of a row."""
 
 _ROWS = 3
 _FEWEST, _MOST = 3, 100
@@ -76,7 +80,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement: errors, the time of a direction, of decoding, with other tiles, or of a training step.
+    """One measurement: errors; or times of a direction, of decoding, with other tiles, of a training step, of tokens.
 
     `library` is one of ``LIBRARIES``; or ``blockwise`` or ``dense``, implementations of posjax; one of
     ``OTHER_TILES``; or ``TRANSFORMERS``.
@@ -98,7 +102,9 @@ class Job:
 
         That would disturb other measurements.
         """
-        return self.what in (STEP, PROFILE) or (self.what != ERRORS and self.library in ("blockwise", "dense"))
+        return self.what in (STEP, PROFILE, GENERATE) or (
+            self.what != ERRORS and self.library in ("blockwise", "dense")
+        )
 
     def __str__(self) -> str:
         shape = self.shape
@@ -114,6 +120,7 @@ class Options:
     threads: int
     row_seconds: float
     step: str  # the config of a training step
+    generation: str  # the config of a model that generates
 
 
 def milliseconds(call: Callable[[], Any], wait: Callable[[Any], Any], row_seconds: float) -> float:

@@ -83,6 +83,7 @@ def tables(config: GpuConfig, results: Results) -> Iterator[Table | Text]:
             yield from _times(config, results, length, size)
     yield from _errors(config, results)
     yield from _steps(config, results)
+    yield from _generations(config, results)
     yield from _decoding(config, results)
     yield from _other_tiles(config, results)
     for job in config.jobs:
@@ -150,6 +151,17 @@ def _steps(config: GpuConfig, results: Results) -> Iterator[Table]:
         for name, ms, calls in result.get("kernels", ()):
             kernels.add_row(name, f"{ms:.2f}", str(calls))
     yield from (table for table in (steps, kernels) if table.row_count)
+
+
+def _generations(config: GpuConfig, results: Results) -> Iterator[Table]:
+    """Milliseconds of a token, and tokens of all rows a second."""
+    table = Table("texts", "library", "ms", "tokens/s", title=f"Greedy tokens of {config.generation}")
+    for job in config.generations:
+        if "ms" in results.found.get(job, {}):
+            numbers = (results.found[job][name] for name in ("ms", "tokens_per_second"))
+            table.add_row(job.shape.form, job.library, *(f"{number:,.2f}" for number in numbers))
+    if table.row_count:
+        yield table
 
 
 def _decoding(config: GpuConfig, results: Results) -> Iterator[Table]:

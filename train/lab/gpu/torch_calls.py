@@ -9,8 +9,20 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from train.config import load
-from train.lab.gpu.jobs import DOCUMENT, FORWARD, STEP, WINDOW, Job, Options, Shape, milliseconds
+from train.config import Config, load
+from train.lab.gpu.jobs import (
+    DOCUMENT,
+    FORWARD,
+    GENERATE,
+    NEW_TOKENS,
+    ROWS,
+    STEP,
+    WINDOW,
+    Job,
+    Options,
+    Shape,
+    milliseconds,
+)
 
 
 class Measurements:
@@ -36,7 +48,11 @@ class Measurements:
     def measure(self, job: Job) -> dict[str, float]:
         """The time of a job in milliseconds; of a training step also tokens a second, and memory."""
         try:
-            return self._step() if job.what == STEP else {"ms": self._attention_ms(job)}
+            if job.what == STEP:
+                return self._step()
+            if job.what == GENERATE:
+                return self._generation(job)
+            return {"ms": self._attention_ms(job)}
         finally:
             if self._device == "cuda":
                 torch.cuda.empty_cache()  # memory for the other processes
@@ -53,26 +69,10 @@ class Measurements:
 
     def _step(self) -> dict[str, float]:
         """A step of transformers' decoder of the same shape: compiled, SDPA, bfloat16 autocast, fused AdamW."""
-        from transformers import LlamaConfig, LlamaForCausalLM  # imported here, because it takes seconds
-
         settings = load(self._options.step)
-        model, rows = settings.model, settings.train.rows
         on_gpu = self._device == "cuda"
-        with torch.device(self._device):
-            decoder = LlamaForCausalLM(
-                LlamaConfig(
-                    hidden_size=model.model_dim,
-                    intermediate_size=model.mlp_dim,
-                    num_hidden_layers=model.num_layers,
-                    num_attention_heads=model.num_heads,
-                    num_key_value_heads=model.num_kv_heads,
-                    vocab_size=model.vocab_size,
-                    tie_word_embeddings=model.tied_head,
-                    max_position_embeddings=settings.train.length,
-                    attn_implementation="sdpa",
-                )
-            )
-            tokens = torch.randint(0, model.vocab_size, (rows, settings.train.length))
+        decoder = self._decoder(settings)
+        tokens = self._tokens(settings.train.rows, settings)
         optimizer = torch.optim.AdamW(decoder.parameters(), fused=on_gpu)
         compiled = torch.compile(decoder)
 
@@ -89,6 +89,41 @@ class Measurements:
         ms = milliseconds(run, self._wait, self._options.row_seconds)
         peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         return {"ms": ms, "tokens_per_second": tokens.numel() / ms * 1e3, "gibibytes": peak / 2**30}
+
+    def _generation(self, job: Job) -> dict[str, float]:
+        """Greedy tokens of transformers' decoder of the same shape, with a static cache and a compiled step."""
+        settings, rows = load(self._options.generation), ROWS[job.shape.form]
+        decoder = self._decoder(settings).to(torch.bfloat16).eval()
+        prompt = self._tokens(rows, settings)[:, :-NEW_TOKENS]
+        options = {"do_sample": False, "cache_implementation": "static", "eos_token_id": None}
+        whole = partial(decoder.generate, prompt, min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, **options)
+        first = partial(decoder.generate, prompt, min_new_tokens=1, max_new_tokens=1, **options)
+        of_both = [milliseconds(call, self._wait, self._options.row_seconds) for call in (whole, first)]
+        ms = (of_both[0] - of_both[1]) / (NEW_TOKENS - 1)  # without the prompt
+        return {"ms": ms, "tokens_per_second": rows / ms * 1e3}
+
+    def _tokens(self, rows: int, settings: Config) -> torch.Tensor:
+        shape = rows, settings.train.length
+        return torch.randint(0, settings.model.vocab_size, shape, device=self._device)
+
+    def _decoder(self, settings: Config) -> torch.nn.Module:
+        """transformers' decoder of a config's shape, in float32."""
+        from transformers import LlamaConfig, LlamaForCausalLM  # imported here, because it takes seconds
+
+        model = settings.model
+        shape = LlamaConfig(
+            hidden_size=model.model_dim,
+            intermediate_size=model.mlp_dim,
+            num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_heads,
+            num_key_value_heads=model.num_kv_heads,
+            vocab_size=model.vocab_size,
+            tie_word_embeddings=model.tied_head,
+            max_position_embeddings=settings.train.length,
+            attn_implementation="sdpa",
+        )
+        with torch.device(self._device):
+            return LlamaForCausalLM(shape)
 
     def _wait(self, _: Any) -> None:
         if self._device == "cuda":
