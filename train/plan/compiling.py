@@ -127,10 +127,15 @@ def out_of_memory(message: str) -> str | None:
     found = next(filter(None, (pattern.search(message) for pattern in _OUT_OF_MEMORY)), None)
     if not found:
         return None
-    used, has = (float(found[n]) * _UNITS[found[n + 1]] / GIB for n in (1, 3))
+    used, has = (float(found[n]) * _UNITS[found[n + 1]] for n in (1, 3))
+    return does_not_fit(used, has, "temporaries alone need" if "temporaries" in found[0] else "needs")
+
+
+def does_not_fit(used: float, has: float, needs: str = "needs") -> str:
+    """The message for a program that needs more bytes than a device has."""
     return (
-        f"does not fit: {'temporaries alone need' if 'temporaries' in found[0] else 'needs'} {used:,.1f} GiB of HBM, a "
-        f"device has {has:,.1f}; more devices, train.accumulate, train.loss_chunks or model.remat would help"
+        f"does not fit: {needs} {used / GIB:,.1f} GiB of HBM, a device has {has / GIB:,.1f}; more devices, "
+        "train.accumulate, train.loss_chunks or model.remat would help"
     )
 
 

@@ -12,7 +12,15 @@ from train.config import Config
 from train.model.build import Setup
 from train.model.flops import Flops, maxtext_flops, update_flops
 from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
-from train.plan.compiling import EVALUATION, Allocation, CompiledStep, Memory, batch_of_evaluation, compile_step
+from train.plan.compiling import (
+    EVALUATION,
+    Allocation,
+    CompiledStep,
+    Memory,
+    batch_of_evaluation,
+    compile_step,
+    does_not_fit,
+)
 from train.plan.gpus import Nodes
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
@@ -56,6 +64,22 @@ class Plan:
     def tokens_per_second(self) -> float:
         """Tokens per second of one chip."""
         return self.setup.config.train.batch_tokens / self.seconds / self.pod.chips
+
+    @property
+    def problem(self) -> str | None:
+        """Why the step cannot run, if it is too large. The compiler for TPUs refuses such a step itself."""
+        used, has = self.memory.total, self.pod.hbm_bytes
+        return does_not_fit(used, has) if used > has else None
+
+    @property
+    def rows_that_fit(self) -> int:
+        """How many rows at a time fit at least into the memory of the devices.
+
+        As if all temporary memory grew with the rows; that of gradients and gathered parameters does not.
+        """
+        memory, train = self.memory, self.setup.config.train
+        free = self.pod.hbm_bytes - memory.total + memory.temp
+        return max(0, int(train.rows // train.accumulate * free / memory.temp))
 
     def _utilisation(self, flops: Flops) -> float:
         return self.share * flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)

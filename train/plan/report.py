@@ -56,6 +56,8 @@ def show(plan: Plan, console: Console) -> None:
     traffic = (_traffic(plan),) if plan.tally.moved else ()
     console.print(Group(_memory(plan), *largest, *traffic, _step(plan)))
     console.print(assumptions(plan), highlight=False)
+    if plan.problem:
+        console.print(f"warning: the step {plan.problem}", highlight=False)
     if message := plan.setup.undivided:
         console.print(f"warning: {message}", highlight=False)
     console.print(f"The step was {compiled_with(plan.flags, plan.pod.generation)}", highlight=False)
@@ -97,8 +99,9 @@ def _traffic(plan: Plan) -> Table:
 
 
 def _step(plan: Plan) -> Table:
-    tally, flops = plan.tally, plan.flops
+    tally, flops, train = plan.tally, plan.flops, plan.setup.config.train
     rows = {
+        "rows at a time": f"{train.rows // train.accumulate}; at least {plan.rows_that_fit} fit",
         "model FLOPs": f"{plan.share * flops.total:.4g}, {flops.attention / flops.total:.1%} of them attention",
         "compute": f"{tally.compute:.4g} s",
         "attention kernels": f"{tally.kernels:.4g} s",
@@ -109,7 +112,6 @@ def _step(plan: Plan) -> Table:
         "MFU, allowed pairs only": f"{plan.mfu:.1%}",
         "MFU as MaxText counts it": f"{plan.maxtext_mfu:.1%}",
     }
-    train = plan.setup.config.train
     what = "A step" if plan.share == 1 else f"The loss of {train.rows} rows of {train.length:,} tokens"
     return _table(f"{what}, predicted", ("", ""), rows.items())
 

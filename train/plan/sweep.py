@@ -77,6 +77,7 @@ def _attempt(one: Candidate, pod: Pod | Nodes, console: Console, flags: str | No
         return make_plan(one.setup.config, pod, flags=flags)
     except (DoesNotCompile, ValueError) as error:
         return in_a_line(error, 400)
+    return plan.problem or plan
 
 
 def candidates(config: Config, pod: Pod | Nodes) -> Iterator[Candidate]:

@@ -101,5 +101,7 @@ def test_a_config_is_compiled_for_gpus(name):
     devices = machine_of(name).devices
     assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-3)
     assert plan.tally.kernels > 0
+    rows = plan.setup.config.train.rows
+    assert (plan.rows_that_fit >= rows) == (plan.problem is None)
     assert not plan.tally.unknown
     assert bool(plan.tally.moved) == (devices > 1)
