@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from train.checkpoint.directory import RESULTS, is_started
-from train.config import Config, parse, to_dict
+from train.config import Config, chosen, parse
 from train.evaluate.saved import SavedRun, evaluation_documents, measure_runs
 from train.loop.fit import Diverged, fit
 from train.loop.together import fit_together
@@ -73,14 +73,14 @@ def _fit(config: Config, trial: bool, shown: bool) -> bool:
 
 def _write(config: Config, rows: list) -> None:
     config.directory.mkdir(parents=True, exist_ok=True)
-    key = key_of(to_dict(config))
+    key = key_of(chosen(config))
     write_rows(config.directory / RESULTS, [{"key": key, **row} for row in rows])
 
 
 def finished(config: Config) -> bool:
     """Whether the training's directory holds the results of exactly this config."""
     rows = read_rows(config.directory / RESULTS)
-    return bool(rows) and rows[0].get("key") == key_of(to_dict(config))
+    return bool(rows) and rows[0].get("key") == key_of(chosen(config))
 
 
 def main() -> int:

@@ -45,6 +45,14 @@ def differences(saved: Config, found: Config) -> list[str]:
     ]
 
 
+def chosen(config: Config) -> dict[str, Any]:
+    """The values that are not defaults, by key. So a key that is new, with its default, changes nothing."""
+    defaults = _flatten(to_dict(Config()))
+    return {
+        key: value for key, value in _flatten(to_dict(config)).items() if key not in defaults or defaults[key] != value
+    }
+
+
 def _decisive(config: Config) -> dict[str, Any]:
     """Every key with its value; keys of the stages with inherited values filled in."""
     values = _flatten({**to_dict(config), "stages": len(config.stages)})

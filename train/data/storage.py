@@ -109,11 +109,15 @@ class LocalFolder:
         too.
         """
         part = self.path / f".{name}.{uuid.uuid4().hex}{_PART}"
-        with part.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with part.open("wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            part.unlink(missing_ok=True)  # after an interrupt, or on a full disk
+            raise
         try:
             os.replace(part, self.path / name)
         except FileNotFoundError:

@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = (
 )
 """The compiler's messages on too little memory: for temporaries alone, or for everything."""
 
-_UNKNOWN_FLAG = re.compile(r"Unknown command line flag '([^']*)'")
+_UNKNOWN_FLAG = re.compile(r"(?:Unknown command line flag '|Unknown flags? in XLA_FLAGS: --)([^\s'=]*)")
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 """Bytes per unit in the compiler's texts."""

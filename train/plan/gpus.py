@@ -111,9 +111,16 @@ class Nodes:
         )
 
 
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+"""The variable with the share of a GPU's memory that jax takes."""
+
+
 def memory_fraction() -> float:
-    """The share of a GPU's memory that jax takes."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+    """The share of a GPU's memory that jax takes. Raises ValueError for a variable that is no share."""
+    given = os.environ.get(FRACTION) or "0.75"
+    found = re.fullmatch(r"0?\.\d*[1-9]\d*|1(\.0*)?", given)
+    check(found is not None, f"{FRACTION} must be a share, as in 0.92, found {given!r}")
+    return float(given)
 
 
 def machine_of(name: str, slices: int = 1) -> Pod | Nodes:
@@ -132,4 +139,5 @@ def _nodes_of(name: str, slices: int) -> Nodes:
         count in (1, 2, 4) or (count > 0 and count % IN_A_NODE == 0),
         f"--topology: expected 1, 2, 4 or a multiple of {IN_A_NODE} GPUs, as in h100:8, found {name!r}",
     )
+    memory_fraction()  # so that a wrong one is refused before anything is compiled
     return Nodes(name.partition(":")[0], count)

@@ -79,7 +79,7 @@ class Plan:
         """
         memory, train = self.memory, self.setup.config.train
         free = self.pod.hbm_bytes - memory.total + memory.temp
-        return max(0, int(train.rows // train.accumulate * free / memory.temp))
+        return max(0, int(train.rows // train.accumulate * free / max(memory.temp, 1.0)))
 
     def _utilisation(self, flops: Flops) -> float:
         return self.share * flops.total / (self.seconds * self.pod.chips * self.pod.peak_flops)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from posjax._checks import check
 from train.config import Config
-from train.plan.gpus import Nodes, machine_of, memory_fraction
+from train.plan.gpus import FRACTION, Nodes, machine_of, memory_fraction
 from train.plan.network import DCN
 from train.plan.plan import Plan, compiled_with, make_plan, mesh_text, plan_evaluation
 from train.plan.pods import DCN_LATENCY, GIB, LATENCY, Pod
@@ -142,5 +142,5 @@ def _of_gpus(nodes: Nodes) -> str:
         f"a roofline, with {PRODUCTS:.0%} of the published {gpu.peak / 1e12:,.0f} TFLOP/s of products, {MEMORY:.0%} of "
         f"{gpu.bandwidth:,.0f} GB/s of memory, {LINKS:.0%} of {gpu.nvlink:g} GB/s of NVLink and, to other nodes, of "
         f"{gpu.network:g} GB/s (assumed); attention at the rate of a prototype of its kernels, measured on an H100; of "
-        f"the memory the {memory_fraction():.0%} that jax takes by XLA_PYTHON_CLIENT_MEM_FRACTION"
+        f"the memory the {memory_fraction():.0%} that jax takes by {FRACTION}"
     )

@@ -22,7 +22,7 @@ from train.config import Config, TrainConfig
 from train.model.build import Setup
 from train.model.flops import product_parameters, update_flops
 from train.plan.compiling import DoesNotCompile, compiler_flags
-from train.plan.gpus import Nodes
+from train.plan.gpus import IN_A_NODE, Nodes
 from train.plan.plan import Plan, check_split, compiled_with, make_plan, mesh_text
 from train.plan.pods import GIB, Pod
 from train.runtime.lines import in_a_line
@@ -74,7 +74,7 @@ def sweep(
 def _attempt(one: Candidate, pod: Pod | Nodes, console: Console, flags: str | None) -> Plan | str:
     console.print(f"[dim]{one.name} ...[/dim]")
     try:
-        return make_plan(one.setup.config, pod, flags=flags)
+        plan = make_plan(one.setup.config, pod, flags=flags)
     except (DoesNotCompile, ValueError) as error:
         return in_a_line(error, 400)
     return plan.problem or plan
@@ -87,6 +87,8 @@ def candidates(config: Config, pod: Pod | Nodes) -> Iterator[Candidate]:
     for fsdp, context, tensor in itertools.product(powers, repeat=3):
         if devices % (fsdp * context * tensor):
             continue
+        if isinstance(pod, Nodes) and context * tensor > IN_A_NODE:
+            continue  # every layer would wait for the network between nodes
         split = {"data": devices // (fsdp * context * tensor), "fsdp": fsdp, "context": context, "tensor": tensor}
         axes = {"replica": pod.slices, **split}
         for remat, strategy in itertools.product(REMAT, SWEPT if context > 1 else ("auto",)):

@@ -119,12 +119,12 @@ class GPU:
     cache: int  # bytes of the second level
 
 
-_ALL = (
+_ALL_GPUS = (
     GPU("h100", "NVIDIA H100 80GB HBM3", 989.5e12, 84_942_979_072, 3352.0, 450, 50, 132, 1.98, 233_472, 52_428_800),
     GPU("h200", "NVIDIA H200", 989.5e12, 150_109_880_320, 4800.0, 450, 50, 132, 1.98, 233_472, 62_914_560),
 )
 
-GPUS = {gpu.name: gpu for gpu in _ALL}
+GPUS = {gpu.name: gpu for gpu in _ALL_GPUS}
 
 PEAK_FLOPS = {
     **{chip.kind: chip.peak for chip in CHIPS.values()},

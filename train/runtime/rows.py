@@ -1,4 +1,4 @@
-"""Files of results: a row is a line of JSON. Rows of one measurement share a key, so that it is not repeated."""
+"""Files of results: a row is a line of JSON. Rows with one key were measured together, of the same things."""
 
 import hashlib
 import json

@@ -11,7 +11,7 @@ from posjax.rotary import Rotary
 from posjax.scheme import Scheme
 from train.checkpoint.restore import restore
 from train.compare.study.cells import Cell, cells_of, digest_of_model, is_to_be_searched, read_texts, scored
-from train.compare.study.search import search_of, with_factors
+from train.compare.study.search import Search, search_of, with_factors
 from train.config import CompareConfig, Config, MeshConfig, SchemeConfig
 from train.config.settings.checks import check, unknown
 from train.evaluate.decoder import predictor_of
@@ -52,9 +52,18 @@ class Study:
         self._texts, self._model = read_texts(self._setup), digest_of_model(self._setup)
         self.documents = [text.tokens for text in self._texts]
         self.trained_in = config.directory
-        searched = any(map(is_to_be_searched, config.compare.schemes))
-        self._search = search_of(self._setup, self._model) if searched else None
+        self._search = self._search_of(config.compare.schemes)
         self._kept: list[Row] = read_rows(self._store)
+
+    def _search_of(self, entries: Sequence[SchemeConfig]) -> Search | None:
+        """The search for the factors of the entries that need one; None if they need none, or none that is chosen does
+        and the texts are too short."""
+        try:
+            return search_of(self._setup, self._model) if any(map(is_to_be_searched, entries)) else None
+        except ValueError:
+            if any(map(is_to_be_searched, self._chosen)):
+                raise
+            return None
 
     def run(self) -> None:
         """Measures the missing cells, one after the other."""

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from posjax._checks import check
 from train.lab.gpu.config import GpuConfig
-from train.lab.gpu.jobs import Job
+from train.lab.gpu.jobs import WHOLE_MODELS, Job
 from train.lab.gpu.results import Results, tables
 from train.lab.gpu.worker import Worker
 from train.runtime.machine import processor, versions
@@ -46,10 +46,10 @@ def bench_gpu(config: GpuConfig, directory: Path) -> Results:
 
 def _installed(jobs: Sequence[Job], console: Console) -> list[Job]:
     """The jobs whose library is installed; a line says which one is not."""
-    absent = {job.process for job in jobs if importlib.util.find_spec(job.process) is None}
+    absent = {job.package for job in jobs if importlib.util.find_spec(job.package) is None}
     for name in sorted(absent):
         console.print(f"{name} is not installed, and is left out")
-    return [job for job in jobs if job.process not in absent]
+    return [job for job in jobs if job.package not in absent]
 
 
 def _measure(config: GpuConfig, jobs: Sequence[Job], results: Results, console: Console) -> None:
@@ -99,6 +99,7 @@ def _words(found: dict[str, Any]) -> str:
     return ", ".join(
         f"{name.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{name}: {value}"
         for name, value in found.items()
+        if name != "kernels"
     )
 
 
@@ -145,7 +146,11 @@ class _Workers:
             self._drop(job.process, f"it computes on the {about['platform']}, jax on the {self.platform}")
             return None
         del self.jobs[0]
-        return self._workers[job.process].measure(job, self._config.timeout)
+        limit = self._config.model_timeout if job.what in WHOLE_MODELS else self._config.timeout
+        found = self._workers[job.process].measure(job, limit)
+        if job.process not in {each.process for each in self.jobs}:
+            self._workers[job.process].close()  # its memory is for the others
+        return found
 
     def _drop(self, name: str, why: str) -> None:
         self.why[name] = why

@@ -19,7 +19,6 @@ from train.lab.gpu.jobs import (
     LONGEST_BIAS,
     OTHER_TILES,
     OURS,
-    PROFILE,
     ROWS,
     STEP,
     STEP_FORMS,
@@ -31,7 +30,7 @@ from train.lab.gpu.jobs import (
     Shape,
 )
 
-_COUNTS = ("timeout", "threads", "error_length", "heads", "loop_length", "decode_length")
+_COUNTS = ("timeout", "model_timeout", "threads", "error_length", "heads", "loop_length", "decode_length")
 _LISTS = ("lengths", "sizes", "decode_kv_heads")
 
 
@@ -50,6 +49,7 @@ class GpuConfig:
     )
     seconds: int = 840  # no measurement begins later; 0 only prints what is known
     timeout: int = 120  # seconds for one measurement, compilation included
+    model_timeout: int = 300  # the same for a whole model
     row_seconds: float = 0.2  # how long a row of queued calls takes, up to a hundred calls
     threads: int = 8  # that compile programs of jax
     forms: tuple[str, ...] = FORMS
@@ -103,14 +103,13 @@ class GpuConfig:
 
     @property
     def steps(self) -> Iterator[Job]:
-        """Training steps, and a profile of the first."""
+        """Training steps; those of posjax have a profile."""
         if not self.step:
             return
         shapes = _shapes(self.step, STEP_FORMS)
         if self.libraries:  # first, since jax gives back no memory
             yield Job(STEP, TRANSFORMERS, next(shape for shape in shapes if shape.form == "rope"))
         yield from (Job(STEP, OURS, shape) for shape in shapes)
-        yield Job(PROFILE, OURS, shapes[0])
 
     @property
     def generations(self) -> Iterator[Job]:

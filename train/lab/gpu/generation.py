@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from posjax import nn
+from posjax.training_positions import PositionSample
 from train.config import load
+from train.evaluate.decoder import cache_for, decoding, read, to_decode
 from train.lab.gpu.jobs import NEW_TOKENS, ROWS, Job, Options, milliseconds
 from train.model.build import Setup
-from train.model.sharding import cast_matrices
 
 
 def measure_generation(job: Job, options: Options) -> dict[str, Any]:
-    """Tokens a second of all rows together, and milliseconds for a token of each."""
+    """Tokens a second of all rows together, and milliseconds for a token of each, in one program for all tokens."""
     model = Setup(load(options.generation)).model(jnp.uint32(0))
-    rows = ROWS[job.shape.form]
-    graph, parameters = nnx.split(model)
-    parameters = nnx.to_pure_dict(parameters)
-    narrow = partial(cast_matrices, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=None)
-    parameters = jax.jit(narrow)(parameters)
-    prompt = jnp.ones((rows, job.shape.length - NEW_TOKENS), jnp.int32)
+    rows, total = ROWS[job.shape.form], job.shape.length
+    graph, narrow = to_decode(model, None)
+    parameters = jax.jit(narrow)(nnx.to_pure_dict(nnx.state(model)))
+    step = decoding(graph, PositionSample(), total)
+    prompts, valid = jnp.ones((rows, total - NEW_TOKENS), jnp.int32), jnp.ones((rows, 1), bool)
 
     @jax.jit
     def begin(parameters):
-        model = nnx.merge(graph, parameters)
-        cache = model.init_cache(rows, job.shape.length, chunk=prompt.shape[1])
-        logits, cache = model.decode(prompt, cache, length=job.shape.length)
-        return jnp.argmax(logits[:, -1:], -1), cache
+        logits, cache = read(step, parameters, cache_for(graph, parameters, prompts, total), prompts)
+        return jnp.argmax(logits, -1), cache
 
     @jax.jit
     def follow(parameters, token, cache):
         def one(carry, _):
             token, cache = carry
-            logits, cache = nnx.merge(graph, parameters).decode(token, cache, length=job.shape.length)
-            return (jnp.argmax(logits, -1), cache), token
+            logits, cache = step(parameters, cache, token[:, None], valid)
+            return (jnp.argmax(logits[:, 0], -1), cache), token
 
         return jax.lax.scan(one, (token, cache), None, length=NEW_TOKENS)[1]
 

@@ -6,30 +6,24 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from posjax.attention.gpu.inputs import TileSizes
 from train.lab.gpu import calls
-from train.lab.gpu.generation import measure_generation
 from train.lab.gpu.jobs import (
     DECODE,
     ERRORS,
     FORWARD,
-    GENERATE,
     LAYERS,
     OTHER_TILES,
     OURS,
-    PROFILE,
-    STEP,
     TILES,
     Job,
     Options,
     milliseconds,
 )
-from train.lab.gpu.steps import measure_step
 
 
 class Measurements:
@@ -53,12 +47,8 @@ class Measurements:
             return False
         return True
 
-    def measure(self, job: Job) -> dict[str, Any]:
-        """The errors of a job, or its time in milliseconds; or what `measure_step` or `measure_generation` returns."""
-        if job.what in (STEP, PROFILE):
-            return measure_step(job, self._options)
-        if job.what == GENERATE:
-            return measure_generation(job, self._options)
+    def measure(self, job: Job) -> dict[str, float]:
+        """The errors of a job, or its time in milliseconds."""
         waiting = self._programs.pop(job, None)
         programs = self._compiled(job) if waiting is None else waiting.result()
         arguments = _arguments(job)

@@ -20,7 +20,8 @@ LAYERS = 4
 """Caches that a decoded token reads one after the other, as in the layers of a decoder."""
 
 ERRORS, FORWARD, BACKWARD, DECODE, TILES = "errors", "forward", "forward + backward", "decode", "tiles"
-STEP, PROFILE, GENERATE = "training step", "profile", "generate"
+STEP, GENERATE = "training step", "generate"
+WHOLE_MODELS = (STEP, GENERATE)
 OURS = "posjax"
 LIBRARIES = {
     "cudnn": ("causal", "window"),
@@ -92,9 +93,16 @@ class Job:
 
     @property
     def process(self) -> str:
-        """The process that measures it."""
+        """The process that measures it. Whole models of jax have one of their own, which gives back their memory."""
         name = self.library.partition(" ")[0]
-        return name if name in ("torch", "tokamax") else "jax"
+        if name in ("torch", "tokamax"):
+            return name
+        return "models" if self.what in WHOLE_MODELS else "jax"
+
+    @property
+    def package(self) -> str:
+        """The package that the process needs."""
+        return "jax" if self.process == "models" else self.process
 
     @property
     def is_tuned(self) -> bool:
@@ -102,9 +110,7 @@ class Job:
 
         That would disturb other measurements.
         """
-        return self.what in (STEP, PROFILE, GENERATE) or (
-            self.what != ERRORS and self.library in ("blockwise", "dense")
-        )
+        return self.what != ERRORS and self.library in ("blockwise", "dense")
 
     def __str__(self) -> str:
         shape = self.shape

@@ -14,11 +14,12 @@ from rich.text import Text
 from posjax._checks import check
 from train.lab.gpu.config import GpuConfig
 from train.lab.gpu.jobs import BACKWARD, DECODE, ERRORS, FORWARD, LIBRARIES, OURS, TILES, Job, Shape
+from train.runtime.chips import GPUS
 
 _FIXED = ("device", "jax", "jaxlib", "torch", "tokamax")
 """What must be the same for all results of a file."""
 
-_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3352.0, "NVIDIA H200": 4800.0}
+_BANDWIDTH = {gpu.kind: gpu.bandwidth for gpu in GPUS.values()}
 """GB/s of a card's memory by its data sheet, by the name that JAX gives the kind of its devices."""
 _NONE = "-"
 
@@ -140,17 +141,21 @@ def _errors(config: GpuConfig, results: Results) -> Iterator[Table]:
 
 
 def _steps(config: GpuConfig, results: Results) -> Iterator[Table]:
-    """Time, speed and memory of training steps; then the longest kernels of one."""
-    found = {job: results.found[job] for job in config.steps if job in results.found}
+    """Time, speed and memory of training steps; then the longest kernels of the first."""
+    found = {job: results.found[job] for job in config.steps if "ms" in results.found.get(job, {})}
+    if not found:
+        return
     steps = Table("step", "library", "ms", "tokens/s", "GiB", title=f"A training step of {config.step}")
-    kernels = Table("kernel", "ms of a step", "calls", title="The kernels that take most of a step's time")
     for job, result in found.items():
-        if "ms" in result:
-            numbers = (result[name] for name in ("ms", "tokens_per_second", "gibibytes"))
-            steps.add_row(job.shape.form, job.library, *(f"{number:,.1f}" for number in numbers))
-        for name, ms, calls in result.get("kernels", ()):
+        numbers = (result[name] for name in ("ms", "tokens_per_second", "gibibytes"))
+        steps.add_row(job.shape.form, job.library, *(f"{number:,.1f}" for number in numbers))
+    yield steps
+    job = next((job for job in found if job.library == OURS), None)
+    if job is not None:
+        kernels = Table("kernel", "ms of a step", "calls", title=f"The longest kernels of a step, {job.shape.form}")
+        for name, ms, calls in found[job]["kernels"]:
             kernels.add_row(name, f"{ms:.2f}", str(calls))
-    yield from (table for table in (steps, kernels) if table.row_count)
+        yield kernels
 
 
 def _generations(config: GpuConfig, results: Results) -> Iterator[Table]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -11,15 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from posjax._checks import check
 from train.config import Config, load
 from train.data.packing import Batch
-from train.lab.gpu.jobs import DOCUMENT, PROFILE, STEP_FORMS, Job, Options, milliseconds
+from train.lab.gpu.jobs import DOCUMENT, STEP_FORMS, Job, Options, milliseconds
 from train.loop.step import build_program
 from train.model.build import Setup
 from train.model.mesh import make_mesh
 
 _PROFILED = 3  # steps
-_LISTED = 10  # kernels
+_LISTED = 20  # kernels
+_NUMBER = re.compile(r"(?<=\w)[._]\d+$")
 _LONGEST = 80  # letters of a kernel's name
 
 
@@ -50,15 +53,14 @@ class TrainingStep:
 
 
 def measure_step(job: Job, options: Options) -> dict[str, Any]:
-    """Milliseconds, tokens a second and memory of a step; or the kernels that take most of its time."""
+    """Milliseconds, tokens a second and memory of a step, and the kernels that take most of its time."""
     scheme, documents = STEP_FORMS[job.shape.form]
     config = load(options.step, [f"scheme={scheme}"])
     step = TrainingStep(config, documents)
-    if job.what == PROFILE:
-        return {"kernels": longest_kernels(step)}
     ms = milliseconds(step, jax.block_until_ready, options.row_seconds)
     speed = config.train.batch_tokens / ms * 1e3
-    return {"ms": ms, "tokens_per_second": speed, "gibibytes": step.bytes / 2**30}
+    kernels = longest_kernels(step)
+    return {"ms": ms, "tokens_per_second": speed, "gibibytes": step.bytes / 2**30, "kernels": kernels}
 
 
 def random_batch(config: Config, vocabulary: int, documents: bool) -> Batch:
@@ -71,7 +73,10 @@ def random_batch(config: Config, vocabulary: int, documents: bool) -> Batch:
 
 
 def longest_kernels(step: TrainingStep) -> list[tuple[str, float, int]]:
-    """Name, milliseconds of one step, and calls of one step, of the kernels that take most of the time."""
+    """Name, milliseconds of one step, and calls of one step, of the kernels that take most of the time.
+
+    Kernels whose names differ in a number alone count as one: layers that are not scanned have their own.
+    """
     jax.block_until_ready(step())
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         with jax.profiler.trace(folder):
@@ -82,8 +87,9 @@ def longest_kernels(step: TrainingStep) -> list[tuple[str, float, int]]:
         events = list(_kernels(jax.profiler.ProfileData.from_file(str(file))))
     seconds, calls = Counter(), Counter()
     for name, nanoseconds in events:
-        seconds[name] += nanoseconds
-        calls[name] += 1
+        kind = _NUMBER.sub("", name)
+        seconds[kind] += nanoseconds
+        calls[kind] += 1
     return [
         (name[:_LONGEST], spent / 1e6 / _PROFILED, calls[name] // _PROFILED)
         for name, spent in seconds.most_common(_LISTED)
@@ -92,8 +98,10 @@ def longest_kernels(step: TrainingStep) -> list[tuple[str, float, int]]:
 
 def _kernels(profile: Any) -> Iterator[tuple[str, float]]:
     """What the streams of a GPU ran, with nanoseconds; on a machine without one, what the host ran."""
-    planes = [plane for plane in profile.planes if plane.name.startswith("/device:GPU")]
-    for plane in planes or profile.planes:
+    on_gpu = jax.default_backend() == "gpu"
+    planes = [plane for plane in profile.planes if plane.name.startswith("/device:GPU") or not on_gpu]
+    check(bool(planes), "the profile has no events of the GPU")
+    for plane in planes:
         for line in plane.lines:
-            if not planes or line.name.startswith("Stream"):
+            if line.name.startswith("Stream") or not on_gpu:
                 yield from ((event.name, event.duration_ns) for event in line.events)

@@ -13,7 +13,7 @@ from typing import Any
 
 from train.lab.gpu.jobs import Job, Options
 
-_MODULES = {"jax": "jax_calls", "tokamax": "jax_calls", "torch": "torch_calls"}
+_MODULES = {"jax": "jax_calls", "models": "model_calls", "tokamax": "jax_calls", "torch": "torch_calls"}
 """The module of each process, whose ``Measurements`` measure jobs."""
 _LONGEST = 300  # letters of a problem
 
@@ -22,7 +22,7 @@ class Worker:
     """The process, seen from the one that started it.
 
     Args:
-        name: ``jax``, ``tokamax`` or ``torch``.
+        name: ``jax``, ``models``, ``tokamax`` or ``torch``.
         jobs: all that it will be asked for, in this order: it compiles some of them ahead.
         log: the file to which it writes what libraries print.
     """
@@ -78,6 +78,7 @@ def _serve(pipe: Connection, module: str, jobs: tuple[Job, ...], options: Option
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU's memory is for several processes
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
     try:
         measurements = importlib.import_module(f"train.lab.gpu.{module}").Measurements(jobs, options)
         pipe.send(measurements.about())

@@ -23,6 +23,7 @@ from train.plan.plan import check_split, compiled_with, kernels_of, plan_of, sim
 from train.plan.pods import GIB, Pod, pod_of
 from train.plan.report import new_console
 from train.plan.report import show as show_plan
+from train.runtime.chips import GPUS
 
 _SHOWN = 1e-3
 """Parts with a smaller share of a step are left out."""
@@ -61,6 +62,7 @@ def compare_steps(
             f"{option}: nothing is compiled where --against names several folders, so there is nothing to {purpose}; "
             f"leave out {option}, or all folders but one",
         )
+    check(topology.partition(":")[0] not in GPUS, f"--topology: steps are compared on TPUs alone, found {topology!r}")
     pod, console, names = pod_of(topology, slices), new_console(), config.stage_names
     check(
         len(names) < 2,
