@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -90,12 +91,13 @@ def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
 
 
 def cast_matrices(parameters: Any, axes: Any, dtype: Any, mesh: Mesh | None) -> Any:
-    """Parameters whose matrices are cast to the model's compute dtype before communication, with the same sharding. For
-    use in a program over the mesh; or, with None, on one device.
+    """Parameters whose matrices are cast to the model's compute dtype if that is narrower, with the same sharding.
+
+    In a program over the mesh so that less is communicated; or, with None, on one device, so that less is read.
     """
 
     def narrow(leaf: Array, names: tuple) -> Array:
-        if leaf.dtype == dtype or not is_matrix(names):
+        if leaf.dtype.itemsize <= jnp.dtype(dtype).itemsize or not is_matrix(names):
             return leaf
         cast = leaf.astype(dtype)
         if mesh is None:
