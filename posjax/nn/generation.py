@@ -128,12 +128,12 @@ def generate(
 ) -> Generated:
     """The tokens after every prompt, in one compiled program, which ends when all rows have ended.
 
-    Equal arguments give equal tokens. Call it again with the same shapes and settings, and nothing is compiled again.
+    Equal arguments give equal tokens. Another call with the same shapes, settings and ``init_cache`` compiles nothing.
 
     Args:
         model: a decoder, not a bidirectional one.
         prompts: ids; prompts of different lengths are padded to the longest, with any ids, on the right or the left.
-        new_tokens: the most of a row.
+        new_tokens: the most that a row gets.
         sampling: how they are chosen; the likeliest ones when left out.
         stop: tokens that end a row, for instance that of the end of a text.
         key: of the draws; not needed at temperature 0.
