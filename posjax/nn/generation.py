@@ -27,7 +27,7 @@ from posjax._checks import (
     describe,
     is_known,
 )
-from posjax._mesh import mesh_of, on_auto_axes
+from posjax._mesh import explicit_spec, has_explicit, on_auto_axes
 from posjax.nn.decoder import Decoder, DecoderCache
 from posjax.scheme.choices import check_reach
 
@@ -168,9 +168,12 @@ def stream(
 ) -> Iterator[Int32[np.ndarray, "rows"]]:
     """The columns of ``generate(...).tokens``, one by one as they are computed, up to the end of the last row.
 
-    The device computes a token while the host handles the one before. Arguments and errors are those of ``generate``.
+    The device computes a token while the host handles the one before. Arguments and errors are those of ``generate``;
+    on a mesh, its axes must be Auto.
     """
-    return _steps(*_prepared(**locals()))
+    program, inputs = _prepared(**locals())
+    check(not has_explicit(inputs), "stream: the mesh has Explicit axes; use Auto ones, or generate")
+    return _steps(program, inputs)
 
 
 class _Inputs(NamedTuple):
@@ -253,6 +256,12 @@ def _last_valid(hidden, valid, otherwise):
 
 @partial(jax.jit, static_argnums=0)
 def _run(program: _Program, inputs: _Inputs) -> Generated:
+    # Types of loops would have to name Explicit axes of a mesh from the start.
+    rows = PartitionSpec(*explicit_spec(inputs.prompts)[:1])
+    return on_auto_axes(partial(_all_tokens, program), inputs, like=Generated(rows, rows))
+
+
+def _all_tokens(program: _Program, inputs: _Inputs) -> Generated:
     token, going, cache = program.begin(inputs)
     found = jnp.full((len(token), program.new_tokens), _NONE).at[:, 0].set(token)
 
@@ -303,10 +312,8 @@ def _follow(program: _Program, inputs: _Inputs, token, going, cache, n):
 
 def _whole(x: Array) -> Array:
     """The array, replicated over the mesh in use, so that every process can read it."""
-    if mesh_of(x) is None:
-        return x
-    replicated = PartitionSpec()
-    return on_auto_axes(lambda x: jax.lax.with_sharding_constraint(x, replicated), x, like=replicated)
+    alone = jax.sharding.get_abstract_mesh().empty
+    return x if alone else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def _prepared(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from decoders import VOCAB, config, preset
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refusals import refused
 
 import posjax as pj
@@ -88,6 +89,21 @@ def test_it_is_part_of_a_compiled_program():
     whole = nnx.jit(lambda model, prompts, valid: generate(model, prompts, NEW, valid=valid))
     found = whole(decoder("dynamic NTK"), PROMPTS, RIGHT)
     np.testing.assert_array_equal(found.tokens, generate(decoder("dynamic NTK"), PROMPTS, NEW, valid=RIGHT).tokens)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_rows_may_be_split_over_a_mesh(kind):
+    """The mesh is that of the arrays, or in use too."""
+    mesh, wanted = jax.make_mesh((3,), ("data",), (kind,), devices=jax.devices()[:3]), generate(decoder(), PROMPTS, 3)
+    prompts = jax.device_put(PROMPTS, NamedSharding(mesh, PartitionSpec("data")))
+    graph, state = nnx.split(decoder())
+    model = nnx.merge(graph, jax.device_put(state, NamedSharding(mesh, PartitionSpec())))
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(generate(model, prompts, 3).tokens, wanted.tokens)
+    if kind == AxisType.Explicit:
+        refused("mesh", lambda: stream(model, prompts, 3))
+    else:
+        np.testing.assert_array_equal(np.stack(list(stream(model, prompts, 3)), 1), wanted.tokens)
 
 
 def test_logits_that_are_not_finite_end_a_row():
