@@ -224,6 +224,11 @@ _ARGUMENTS = {
         "--tokens": {"type": int, "default": 200, "help": "the maximal number of new tokens (200)"},
         "--temperature": {"type": float, "default": 0.8, "help": "of the draws; 0 takes the likeliest token (0.8)"},
         "--top-k": {"type": int, "default": 0, "help": "draw from this many of the likeliest tokens; 0 for all (0)"},
+        "--top-p": {
+            "type": float,
+            "default": 1.0,
+            "help": "draw from the fewest likeliest tokens whose probability reaches this; 1 for all (1)",
+        },
         "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
     },
     "plan": {

@@ -2,6 +2,7 @@
 
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, DecoderCache, logical_axes
+from posjax.nn.generation import Generated, Sampling, choose, generate, stream
 from posjax.nn.huggingface import from_pretrained, save_pretrained
 from posjax.nn.mlp import MLP
 from posjax.nn.modules import Attention, Block
@@ -16,11 +17,16 @@ __all__ = [
     "DecoderCache",
     "DecoderConfig",
     "Experts",
+    "Generated",
     "LayerNorm",
     "Norm",
     "RMSNorm",
     "Residual",
+    "Sampling",
+    "choose",
     "from_pretrained",
+    "generate",
     "logical_axes",
     "save_pretrained",
+    "stream",
 ]

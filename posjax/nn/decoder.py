@@ -218,6 +218,21 @@ class Decoder(nnx.Module):
             ValueError: for a bidirectional model, or shapes that do not fit. Rows with more tokens than the capacity of
                 the cache get NaN.
         """
+        arguments = {"valid": valid, "positions": positions, "coordinates": coordinates}
+        hidden, cache = self.decode_hidden(tokens, cache, length=length, **arguments)
+        return self.logits(hidden), cache
+
+    def decode_hidden(
+        self,
+        tokens: Int[Array, "batch tokens"],
+        cache: DecoderCache,
+        *,
+        length: int | Int[Array, "..."],
+        valid: Bool[Array, "batch tokens"] | None = None,
+        positions: Int[Array, "batch tokens"] | None = None,
+        coordinates: Float[Array, "batch tokens axes"] | Int[Array, "batch tokens axes"] | None = None,
+    ) -> tuple[Float[Array, "batch tokens embed"], DecoderCache]:
+        """``decode``, but with the input of ``logits`` in place of the logits: of a prompt only the last are needed."""
         check(self.config.causal, "a bidirectional model (causal=False) cannot decode: every token sees those ahead")
         check_tokens("tokens", tokens)
         rows = cache.used.shape[0]
@@ -235,8 +250,8 @@ class Decoder(nnx.Module):
             x, caches = self._run_decode(stack, caches, x, inputs)
             stacks.append(caches)
         fits = seen[:, -1] <= cache.capacity
-        logits = jnp.where(fits[:, None, None], self.logits(self.norm(x)), jnp.nan)
-        return logits, DecoderCache(tuple(stacks), seen[:, -1], cache.capacity)
+        hidden = jnp.where(fits[:, None, None], self.norm(x), jnp.nan)
+        return hidden, DecoderCache(tuple(stacks), seen[:, -1], cache.capacity)
 
     def with_scheme(self, scheme: Scheme | Layers) -> "Decoder":
         """A decoder over the same parameters with another scheme; see ``Scheme.extend``.

@@ -1,7 +1,6 @@
-"""A decoder as a `Predictor`, in one forward pass, and its steps, token after token."""
+"""A decoder as a `Predictor`, in one forward pass, and made ready to generate, on a mesh too."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from posjax import nn
 from posjax.attention.placement import Placement
@@ -19,8 +18,6 @@ from train.evaluate.mesh import computed, placement, split_cache, with_whole_hea
 from train.evaluate.predictor import Predictor, RowLayout
 from train.model.mesh import BATCH_AXES
 from train.model.sharding import LENGTH_AXES, cast_matrices, named_sharding
-
-_CHUNK = 256  # tokens of a prompt that are read at once: each chunk reads all parameters
 
 
 def predictor_of(model: nn.Decoder, seed: int, mesh: Mesh | None = None) -> tuple[Predictor, Any]:
@@ -98,69 +95,23 @@ def _arguments_of(drawn: PositionSample) -> dict[str, Array]:
     return {name: value for name, value in drawn._asdict().items() if value is not None}
 
 
-Step = Callable[[Any, Any, Int[Array, "rows chunk"], Array], tuple[Float[Array, "rows chunk vocabulary"], Any]]
-"""``step(parameters, cache, tokens, valid)`` gives logits and the cache extended by these tokens."""
+def to_decode(model: nn.Decoder, mesh: Mesh | None) -> nn.Decoder:
+    """The decoder for `nn.generate` and `nn.stream`: its matrices are cast to the compute dtype once.
 
-
-def decoding(graph: nnx.GraphDef, drawn: PositionSample, total: int) -> Step:
-    """A step of decoding `total` tokens. The scheme sees `total` as the length, from the first token on."""
-
-    def step(parameters, cache, tokens, valid):
-        index = jnp.minimum(cache.used[:, None] + jnp.arange(tokens.shape[1]), total - 1)
-        positions = _at(drawn, index, total)
-        return nnx.merge(graph, parameters).decode(tokens, cache, valid=valid, length=total, **positions)
-
-    return step
-
-
-def to_decode(model: nn.Decoder, mesh: Mesh | None) -> tuple[nnx.GraphDef, Callable[[Any], Any]]:
-    """The graph of a decoder for decoding, and a function that converts parameters of `predictor_of` to this graph's.
-
-    On a mesh the compiler splits attention over the slots of the cache; it can do so in the dense implementation, where
-    it sees all logits.
+    On a mesh, which must be in use, the compiler splits attention over the slots of the cache; it can do so in the
+    dense implementation, where it sees all logits.
     """
-    narrow = partial(cast_matrices, axes=nn.logical_axes(model), dtype=model.config.dtype, mesh=mesh)
-    if mesh is None:
-        return nnx.split(model)[0], narrow
-    return computed(model, placement=Placement(), implementation="dense"), narrow
+    graph = computed(model, placement=Placement(), implementation="dense") if mesh else nnx.split(model)[0]
+    parameters = nnx.to_pure_dict(nnx.state(model))
+    return nnx.merge(graph, cast_matrices(parameters, nn.logical_axes(model), model.config.dtype, mesh))
 
 
-def cache_for(
-    graph: nnx.GraphDef, parameters: Any, prompts: Int[Array, "rows prompt"], total: int, mesh: Mesh | None = None
-) -> Any:
-    """An empty cache for `total` tokens, into which `read` reads the prompts; on a mesh its slots are split too."""
-    (rows, size), model = prompts.shape, nnx.merge(graph, parameters)
+def empty_cache(
+    model: nn.Decoder, rows: int, capacity: int, *, chunk: int, mesh: Mesh | None = None
+) -> nn.DecoderCache:
+    """An empty cache, as ``Decoder.init_cache`` makes it; on a mesh its slots are split too."""
     shards = 1 if mesh is None else mesh.shape["context"]
-    even = -(-total // shards) * shards
+    even = -(-capacity // shards) * shards
     reach = model.config.layers.reach or even  # slots beyond it would never be used
-    cache = model.init_cache(rows, min(even, max(total, reach)), chunk=min(_CHUNK, size))
+    cache = model.init_cache(rows, min(even, max(capacity, reach)), chunk=chunk)
     return cache if mesh is None else jax.lax.with_sharding_constraint(cache, split_cache(cache, mesh))
-
-
-def read(
-    step: Step, parameters: Any, cache: Any, prompts: Int[Array, "rows prompt"]
-) -> tuple[Float[Array, "rows vocabulary"], Any]:
-    """Reads prompts in chunks into an empty cache; returns the logits of the token after each prompt, and the cache."""
-    rows, size = prompts.shape
-    chunk = min(_CHUNK, size)
-    padded = jnp.pad(prompts, ((0, 0), (0, -size % chunk)))
-    valid = jnp.broadcast_to(jnp.arange(padded.shape[1]) < size, padded.shape)
-    parts = tuple(jnp.moveaxis(x.reshape(rows, -1, chunk), 1, 0) for x in (padded, valid))
-    column = (size - 1) % chunk  # of the prompt's last token, in its chunk
-
-    def part(carry, tokens_and_valid):
-        logits, cache = step(parameters, carry[1], *tokens_and_valid)
-        return (logits[:, column], cache), None
-
-    # Only one column of logits is kept of each chunk: all logits together would be as large as tokens x vocabulary.
-    abstract = jax.eval_shape(part, (None, cache), jax.tree.map(lambda x: x[0], parts))[0][0]
-    return jax.lax.scan(part, (jnp.zeros(abstract.shape, abstract.dtype), cache), parts)[0]
-
-
-def _at(drawn: PositionSample, index: Int[Array, "rows tokens"], total: int) -> dict[str, Array]:
-    """The values of a rule of positions for the tokens with these indices, in rows of `total` tokens."""
-    found = _arguments_of(drawn)
-    if "positions" in found:
-        ids = jnp.broadcast_to(found["positions"], (len(index), total))
-        found["positions"] = jnp.take_along_axis(ids, index, axis=1)
-    return found

@@ -1,28 +1,24 @@
-"""Generates text with a saved run: the prompt is read in chunks, then tokens are decoded one by one."""
+"""Generates text with a saved run, and writes it as its tokens come."""
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
 from numbers import Integral
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Int
 
 from posjax import nn
 from posjax.scheme.choices import check_reach
 from train.checkpoint.restore import config_of, entry_in_stage, restore
 from train.config.settings.checks import check
 from train.data.tokenizer import Tokenizer, ends_of_text
-from train.evaluate.decoder import cache_for, decoding, drawn_in_use, read, to_decode
-from train.evaluate.mesh import mesh_for, use_mesh, whole
+from train.evaluate.decoder import drawn_in_use, empty_cache, to_decode
+from train.evaluate.mesh import mesh_for, use_mesh
 from train.evaluate.saved import check_causal
 from train.model.build import Setup, check_vocabulary, evaluated_scheme
 
@@ -35,42 +31,34 @@ be slow."""
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen.
+    """How many tokens are generated, and how each is chosen.
 
     Attributes:
       tokens: the maximal number of generated tokens; the end of the document stops earlier.
-      temperature: of the distribution for the draws; 0 takes the likeliest token.
-      top_k: draw from this many of the likeliest tokens; 0 for all.
+      temperature, top_k, top_p: see `nn.Sampling`.
       seed: of the draws.
     """
 
     tokens: int = 200
     temperature: float = 0.8
     top_k: int = 0
+    top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("tokens", "temperature", "top_k", "seed"):
+        for name in ("tokens", "top_k", "seed"):
             option, value = f"--{name.replace('_', '-')}", getattr(self, name)
-            check(
-                name == "temperature" or isinstance(value, Integral), f"{option} must be a whole number, found {value}"
-            )
-            check(0 <= value < 2**32, f"{option} must be at least 0 and below 2**32, found {value}")
+            found = f"must be a whole number of at least 0 and below 2**32, found {value}"
+            check(isinstance(value, Integral) and 0 <= value < 2**32, f"{option} {found}")
+        try:
+            self.choice  # noqa: B018
+        except ValueError as error:  # its message begins with the name of the field
+            raise ValueError(f"--{str(error).replace('top_p', 'top-p')}") from None
 
-
-def choose(
-    key: Key[Array, ""], logits: Float[Array, "rows vocabulary"], temperature: float, top_k: int
-) -> Int[Array, "rows"]:
-    """The next token of every row, drawn from ``softmax(logits / temperature)``, optionally of the likeliest tokens
-    only. The smaller the temperature, the closer it is to the likeliest token, down to 0."""
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1)
-    if 0 < top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    # Below the largest logit, so that no small temperature makes it infinite, or 0 / 0 if float32 rounds that to 0.
-    below = logits - logits.max(-1, keepdims=True)
-    return jax.random.categorical(key, jnp.where(below == 0, 0, below / temperature))
+    @property
+    def choice(self) -> nn.Sampling:
+        """How each token is chosen."""
+        return nn.Sampling(self.temperature, self.top_k, self.top_p)
 
 
 def tokens_after(
@@ -87,40 +75,23 @@ def tokens_after(
 
     Raises ValueError if the logits are not finite.
     """
-    prompts, total = np.asarray(prompt, np.int32)[None], len(prompt) + sampling.tokens
-    graph, ready = to_decode(model, mesh)
-    parameters = ready(nnx.to_pure_dict(nnx.state(model)))
-    step = decoding(graph, drawn_in_use(model, total, sampling.seed, 1), total)
-
-    @jax.jit
-    def begin(parameters):
-        return read(step, parameters, cache_for(graph, parameters, prompts, total, mesh), prompts)
-
-    @partial(jax.jit, donate_argnums=1)
-    def follow(parameters, cache, logits, n):
-        """The n-th token, whether its logits are finite, and the logits and the cache after it."""
-        key = jax.random.fold_in(jax.random.key(sampling.seed), n)
-        token = choose(key, logits, sampling.temperature, sampling.top_k).astype(jnp.int32)
-        following, cache = step(parameters, cache, token[:, None], jnp.ones((1, 1), bool))
-        return whole(token), whole(jnp.isfinite(logits).all()), following[:, -1], cache
-
-    def queued():
-        logits, cache = begin(parameters)
-        for n in range(sampling.tokens):
-            token, finite, logits, cache = follow(parameters, cache, logits, np.int32(n))
-            yield token, finite
-
-    for n, (token, finite) in enumerate(_one_ahead(queued())):
-        check(bool(finite), f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
-        if int(token[0]) in ends:
+    if sampling.tokens == 0:
+        return
+    steps = nn.stream(
+        to_decode(model, mesh),
+        np.asarray(prompt, np.int32)[None],
+        sampling.tokens,
+        sampling=sampling.choice,
+        stop=ends,
+        key=jax.random.key(sampling.seed),
+        positions=drawn_in_use(model, len(prompt) + sampling.tokens, sampling.seed, 1).positions,
+        init_cache=partial(empty_cache, mesh=mesh),
+    )
+    for n, (token,) in enumerate(steps):
+        check(token >= 0, f"the model gives no finite logits after {len(prompt) + n} tokens; generate fewer")
+        if token in ends:
             return
-        yield int(token[0])
-
-
-def _one_ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """The items, each after the next one was asked for: the device computes a token while the host writes the last."""
-    for before, _ in pairwise(chain(items, [None])):
-        yield before
+        yield int(token)
 
 
 def generate(

@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from documents import EOS, encode
@@ -12,10 +11,11 @@ from refusals import refused
 from released_models import write_released
 
 from posjax import rotary
+from posjax.nn import choose
 from train import cli
 from train.checkpoint.restore import restore_model
 from train.config import load, parse
-from train.evaluate.generate import SamplingOptions, choose, generate, tokens_after
+from train.evaluate.generate import SamplingOptions, generate, tokens_after
 from train.evaluate.search import Effort, check_searchable, search_factors
 from train.loop.fit import fit
 
@@ -62,7 +62,7 @@ def drawn_without_a_cache(model, prompt, sampling):
     text[0, : len(prompt)] = prompt
     for n in range(sampling.tokens):
         logits, key = forward(text, len(prompt) + n - 1), jax.random.fold_in(jax.random.key(sampling.seed), n)
-        text[0, len(prompt) + n] = choose(key, logits, sampling.temperature, sampling.top_k)[0]
+        text[0, len(prompt) + n] = choose(key, logits, sampling.choice)[0]
     return text[0, len(prompt) :].tolist()
 
 
@@ -127,43 +127,6 @@ def test_the_text_continues_with_the_space_between_words(tmp_path):
     refused("--prompt", lambda: generate(tmp_path, "<extra>", SamplingOptions(tokens=1), write=pieces.append))
 
 
-KEYS = jax.random.split(jax.random.key(0), 4000)
-
-
-def shares(logits, temperature, top_k, keys=KEYS):
-    """How often each token of every row is drawn."""
-    drawn = np.asarray(jax.jit(jax.vmap(lambda key: choose(key, jnp.asarray(logits), temperature, top_k)))(keys))
-    return np.array([np.bincount(column, minlength=np.shape(logits)[1]) for column in drawn.T]) / len(keys)
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "wanted"),
-    [
-        (1.0, 0, [0.5, 0.3, 0.2]),
-        (0.5, 0, [0.658, 0.237, 0.105]),
-        (1.0, 2, [0.625, 0.375, 0]),
-        (1.0, 3, [0.5, 0.3, 0.2]),
-        (1.0, 1, [1, 0, 0]),
-        (0, 0, [1, 0, 0]),
-    ],
-)
-def test_choices_follow_the_distribution(temperature, top_k, wanted):
-    found = shares(np.log(np.array([[0.5, 0.3, 0.2]], np.float32)), temperature, top_k)
-    np.testing.assert_allclose(found[0], wanted, atol=0.03)
-
-
-def test_all_tokens_that_are_equally_likely_may_be_drawn():
-    assert (shares(np.log([[0.1, 0.3, 0.3, 0.3]]), 1.0, 1)[0] > 0).tolist() == [False, True, True, True]
-
-
-@pytest.mark.parametrize(("temperature", "top_k"), [(1e-6, 0), (1e-38, 2), (1e-45, 0), (1e-300, 2)])
-def test_ever_smaller_temperatures_end_at_the_likeliest_token(temperature, top_k):
-    """The limit of softmax(z / T) for T -> 0; below 1e-38 float32 holds neither T nor z / T."""
-    logits = np.array([[1.0, 3.0, 2.999, -50.0], [-7.0, -90.0, -6.0, -6.5], [0.0, -2.0, 80.0, 79.0]], np.float32)
-    assert shares(logits, temperature, top_k, KEYS[:50]).argmax(1).tolist() == [1, 2, 2]
-    assert shares(logits, temperature, top_k, KEYS[:50]).max(1).tolist() == [1, 1, 1]
-
-
 def test_the_search_writes_an_extension_that_evaluate_accepts_and_finds_as_good(run, capsys):
     arguments = ["search", str(run), "--length", "64", "--population", "4", "--iterations", "1"]
     assert cli.main(arguments) == 0
@@ -210,6 +173,7 @@ REFUSED = [
     ("--top-k", lambda: SamplingOptions(top_k=2.5)),
     ("--temperature", lambda: SamplingOptions(temperature=float("nan"))),
     ("--temperature", lambda: SamplingOptions(temperature=-0.5)),
+    ("--top-p", lambda: SamplingOptions(top_p=0)),
     ("population", lambda: Effort(population=3)),
     ("iterations", lambda: Effort(iterations=0)),
     ("RoPE", lambda: plain("alibi")),

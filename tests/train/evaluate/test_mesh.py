@@ -1,5 +1,6 @@
 """Evaluation on many devices: the same numbers as on one device, and a share of the memory on each."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import chex
@@ -12,9 +13,8 @@ from refusals import refused
 
 import posjax as pj
 from posjax import nn
-from posjax.training_positions import PositionSample
 from train.config import parse
-from train.evaluate.decoder import cache_for, decoding, predictor_of, read, to_decode
+from train.evaluate.decoder import empty_cache, predictor_of, to_decode
 from train.evaluate.generate import SamplingOptions, tokens_after
 from train.evaluate.mesh import mesh_for, sizes_for, use_mesh, whole
 from train.evaluate.predictor import next_at, next_nll
@@ -171,14 +171,13 @@ def test_a_device_keeps_its_share_of_the_tokens_seen():
     where = mesh("all")
     _, parameters = predictor_of(model, 0, where)
     prompts = jax.ShapeDtypeStruct((2, 4000), jnp.int32)
-    graph, ready = to_decode(model, where)
+    graph = nnx.split(model)[0]
 
     def after(p, prompts):
-        step = decoding(graph, PositionSample(), 4008)
-        logits, kept = read(step, ready(p), cache_for(graph, p, prompts, 4008, where), prompts)
-        return whole(logits), kept
+        decoder, make = to_decode(nnx.merge(graph, p), where), partial(empty_cache, mesh=where)
+        return nn.generate(decoder, prompts, 8, init_cache=make)
 
-    cache = jax.eval_shape(lambda p, prompts: cache_for(graph, p, prompts, 4008), parameters, prompts)
+    cache = jax.eval_shape(lambda p: empty_cache(nnx.merge(graph, p), 2, 4008, chunk=256), parameters)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     with use_mesh(where):
         program = jax.jit(after).lower(shapes_on(model, where, parameters), prompts).compile()
