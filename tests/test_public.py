@@ -98,7 +98,7 @@ def test_imports_go_down():
     for path in files:
         here = room(path)
         extra = {"nn": {"flax"}, "diagnostics": {"matplotlib"}}.get(here, set())
-        extra |= {"fsspec", "gguf"} if path.parent.name == "huggingface" else set()
+        extra |= {"fsspec", "gguf", "huggingface_hub"} if path.parent.name == "huggingface" else set()
         extra |= {"jaxlib"} if path.name == "mosaic.py" else set()
         for name in imports(path):
             package, _, inside = name.partition(".")

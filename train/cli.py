@@ -80,10 +80,15 @@ def evaluate(path: str, overrides: Sequence[str]) -> None:
 def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
     """The location of the run or released model that an argument names: the argument itself, or a config's run."""
     url = "://" in path and not path.endswith((".yaml", ".yml"))
-    is_location = url or Path(path).is_dir() or path.endswith(".gguf")
-    if not is_location and not path.endswith((".yaml", ".yml")) and not Path(path).is_file():
+    if url or Path(path).is_dir() or path.endswith(".gguf"):
+        return path
+    if path.endswith((".yaml", ".yml")) or Path(path).is_file():
+        return load(path, overrides).directory
+    from posjax.nn.huggingface.hub import is_name  # imports jax
+
+    if not is_name(path):
         raise FileNotFoundError(f"there is no run, released model or config at {path!r}")
-    return path if is_location else load(path, overrides).directory
+    return path
 
 
 def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float) -> None:
@@ -189,8 +194,8 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 _YAML = "a YAML file, on this machine or at a URL"
 _MODEL = (
     "a run's directory, whose newest checkpoint is taken, or the folder of a released model in the layout of Hugging "
-    "Face, each on this machine or at a URL; a GGUF file on this machine; or the YAML file that a run was made from, "
-    "whose URL ends in .yaml or .yml"
+    "Face, each on this machine or at a URL; a GGUF file on this machine; the name of a model at the Hugging Face hub, "
+    "as org/name or org/name@revision; or the YAML file that a run was made from, whose URL ends in .yaml or .yml"
 )
 _CONFIGS = {
     "compare": f"{_YAML}, with compare.schemes",

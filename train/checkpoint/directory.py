@@ -5,8 +5,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from posjax.nn.huggingface.files import reaching
-from posjax.nn.huggingface.load import CONFIG
+from posjax.nn.huggingface.files import CONFIG, reaching
 from posjax.nn.huggingface.save import files_beside
 from train import report
 from train.checkpoint.steps import finished_steps

@@ -8,9 +8,10 @@ from typing import Any
 
 from posjax.nn import save_pretrained
 from posjax.nn.huggingface.family import length_value
-from posjax.nn.huggingface.files import open_location
-from posjax.nn.huggingface.load import CONFIG, is_released
-from posjax.nn.huggingface.save import COPIED, files_beside
+from posjax.nn.huggingface.files import CONFIG, COPIED, open_location
+from posjax.nn.huggingface.hub import file_on_disk
+from posjax.nn.huggingface.load import is_released
+from posjax.nn.huggingface.save import files_beside
 from posjax.scheme import uniform
 from train.checkpoint.directory import KEPT
 from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore
@@ -108,7 +109,7 @@ def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
         target.rm_file(f"{root}/{name}")
     if not config.data.tokenizer.endswith(".json"):
         return
-    files, source = open_location(config.data.tokenizer)
+    files, source = open_location(file_on_disk(config.data.tokenizer))
     beside = source.rpartition("/")[0]
     names = {"tokenizer.json": source, **{n: f"{beside}/{n}" for n in COPIED if n != "tokenizer.json"}}
     for name, location in names.items():

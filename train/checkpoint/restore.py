@@ -11,6 +11,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from posjax.nn import from_pretrained
 from posjax.nn.huggingface.files import reaching
+from posjax.nn.huggingface.hub import is_name, pinned, short_name
 from posjax.nn.huggingface.load import is_gguf, is_released
 from train.checkpoint.directory import check_one_run, read_config, with_kept_tokenizer, with_moved_tokenizer
 from train.checkpoint.manager import whole_steps
@@ -33,9 +34,10 @@ def is_run(location: str | Path) -> bool:
 def config_of(location: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a saved run, with overrides of keys that did not affect its training; or that of a released model.
 
-    Raises FileNotFoundError if there is neither, and ValueError for a folder of several runs and for overrides that
-    would need a new training.
+    Raises FileNotFoundError if there is neither, here or at the hub, and ValueError for a folder of several runs and
+    for overrides that would need a new training.
     """
+    location = pinned(location)
     if not is_run(location) and is_released(location):
         return _config_of_released(location, overrides)
     if is_gguf(location):
@@ -53,7 +55,8 @@ def config_of(location: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _config_of_released(location: str | Path, overrides: Sequence[str]) -> Config:
-    name = _whole(location).rpartition("/")[2].removesuffix(".gguf")
+    in_folder = _whole(location).rpartition("/")[2].removesuffix(".gguf")
+    name = short_name(location) if is_name(location) else in_folder
     config = load_values({"init": str(location), "name": name, "train": {"steps": 0}}, overrides)
     why = f"init: found {config.init.path}, but the command is for {location}; leave init out"
     check(_whole(config.init.path) == _whole(location), why)
@@ -63,7 +66,9 @@ def _config_of_released(location: str | Path, overrides: Sequence[str]) -> Confi
 
 
 def _whole(location: str | Path) -> str:
-    """A path or URL in canonical form: two names of the same location become equal."""
+    """A path or URL in canonical form: two names of the same location become equal. A name at the hub stays itself."""
+    if is_name(location):
+        return str(location)
     return str(location).rstrip("/") if "://" in str(location) else str(Path(location).resolve())
 
 
@@ -73,7 +78,7 @@ def restore(
     """The config of a stage, overrides included, and the model as it was trained there; or a released model.
 
     Args:
-        location: a run directory, or a released model.
+        location: a run directory, or a released model, which is then read from the config's ``init``.
         config: what `config_of` gave for it.
         stage: the name of the stage; if empty, the stage of the newest checkpoint.
         mesh: the parameters are split over it as they are read. Without it the first device holds all of them.
@@ -81,7 +86,7 @@ def restore(
     if not is_run(location):  # nothing is trained: `remat` has no effect, and parameters can keep their narrow dtype
         options = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
         sharding = None if mesh is None else partial(named_sharding, mesh)
-        return config, from_pretrained(location, dtype=None, sharding=sharding, **options)
+        return config, from_pretrained(config.init.path, dtype=None, sharding=sharding, **options)
     directory = path(location)
     trained, model = restore_model(directory, stage, mesh)
     return config.stage(read_config(directory).every_stage.index(trained)), model
@@ -136,11 +141,11 @@ def results_of(location: str | Path, config: Config) -> Path:
     check(
         not is_run(directory), f"{directory} holds a run; choose another name for the results of {location}, by name="
     )
-    mark = directory / _MODEL_FILE
-    known = mark.read_text(encoding="utf-8") if mark.is_file() else _whole(location)
-    check(known == _whole(location), f"{directory} holds results of {known}; choose another name, by name=")
+    mark, model = directory / _MODEL_FILE, _whole(config.init.path)
+    known = mark.read_text(encoding="utf-8") if mark.is_file() else model
+    check(known == model, f"{directory} holds results of {known}; choose another name, by name=")
     directory.mkdir(parents=True, exist_ok=True)
-    write_file(mark, _whole(location))
+    write_file(mark, model)
     return directory
 
 

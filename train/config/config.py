@@ -31,8 +31,9 @@ class Config:
     {frequencies: {name: yarn, ...}}``; text that `data` names replaces the text before. A config without stages is a
     run of one stage.
 
-    `init` is the path of a released model, from which the training starts: shape, scheme and tokenizer are those of the
-    model, so that `model` needs none of its keys, and `scheme` is ``released`` unless it names another.
+    `init` is the path of a released model, or its name at the Hugging Face hub, from which the training starts: shape,
+    scheme and tokenizer are those of the model, so that `model` needs none of its keys, and `scheme` is ``released``
+    unless it names another.
 
     `imports` names modules that are imported before the scheme is built: those that register methods of one's own
     (``posjax.register``). They must be importable (in the working directory, on PYTHONPATH or installed) wherever the

@@ -9,6 +9,7 @@ from posjax._checks import describe
 from posjax.nn import DecoderConfig
 from posjax.nn.huggingface import read_config
 from posjax.nn.huggingface.family import reach
+from posjax.nn.huggingface.hub import pinned
 from posjax.nn.huggingface.load import read_values
 from train.config.settings.checks import check, unknown
 from train.config.settings.model import own_tokenizer
@@ -21,8 +22,11 @@ _NOT_SHAPE = ("scheme", "placement", *_HOW)
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """A config's mapping, completed from the model under its ``init``: ``model``, ``scheme`` and ``data.tokenizer``.
 
+    If ``init`` is a name at the hub, it gets the commit of today, so that a saved config names the model's exact state.
+
     Raises:
         FileNotFoundError: if there is no model.
+        OSError: if the hub cannot be reached.
         ValueError: for a model that cannot be read, and for a key of ``model`` that contradicts it; the message names
           the key.
     """
@@ -31,7 +35,7 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     for key in init:
         if key not in ("path", "values"):
             raise unknown("init", key, ("path", "values"), "key")
-    path, found = init["path"], init.get("values")
+    path, found = pinned(init["path"]), init.get("values")
     check(found is None or isinstance(found, Mapping), f"init.values: expected a config.json, found {describe(found)}")
     found = found or read_values(path)
     shape = model_section(read_config(found))

@@ -12,7 +12,7 @@ from jaxtyping import UInt
 from posjax._checks import POINTER, check_no_pointer
 from train.config import DataConfig
 from train.config.settings.checks import check
-from train.data.storage import open_url, optional
+from train.data.storage import is_url, open_url, optional
 from train.runtime.lines import in_a_line
 
 PADDING = 259  # of bytes; it fills the last row with a negative segment id: neither attended to nor predicted
@@ -94,7 +94,7 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     """
     if config.tokenizer == "bytes":
         return ByteTokenizer()
-    system, path = open_url(config.tokenizer, "data.tokenizer")
+    system, path = _open(config)
     own = config.special_tokens == "own"
     if not system.isfile(path):
         model = path.removesuffix(".json") + ".model"
@@ -123,7 +123,7 @@ def ends_of_text(config: DataConfig, tokenizer: Tokenizer) -> frozenset[int]:
     """
     found = {tokenizer.eos}
     if config.tokenizer.endswith("tokenizer.json"):
-        system, path = open_url(config.tokenizer, "data.tokenizer")
+        system, path = _open(config)
         for name in ("config.json", "generation_config.json"):
             location = posixpath.join(posixpath.dirname(path), name)
             ends = (
@@ -131,6 +131,16 @@ def ends_of_text(config: DataConfig, tokenizer: Tokenizer) -> frozenset[int]:
             )
             found |= {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
     return frozenset(found)
+
+
+def _open(config: DataConfig) -> tuple[Any, str]:
+    """The file system of ``data.tokenizer`` and the path in it; that of a model at the hub is downloaded first."""
+    system, path = open_url(config.tokenizer, "data.tokenizer")
+    if is_url(config.tokenizer) or system.isfile(path):
+        return system, path
+    from posjax.nn.huggingface.hub import file_on_disk  # imports flax, which other tokenizers do not need
+
+    return open_url(file_on_disk(config.tokenizer), "data.tokenizer")
 
 
 def token_type(vocabulary_size: int) -> np.dtype:

@@ -20,6 +20,19 @@ from posjax._checks import POINTER, check, check_no_pointer, describe
 
 SUFFIX = ".safetensors"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a released folder that are copied unchanged."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _DTYPES = {
     "F64": np.float64,

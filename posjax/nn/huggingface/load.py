@@ -16,12 +16,12 @@ from posjax._checks import check, check_choice, nearest
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
 from posjax.nn.huggingface.family import Family, sizes_of
-from posjax.nn.huggingface.files import Entry, TensorFolder, open_location, reaching, read_json
+from posjax.nn.huggingface.files import CONFIG, Entry, TensorFolder, open_location, reaching, read_json
+from posjax.nn.huggingface.hub import on_disk, pinned
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
 from posjax.nn.huggingface.views import AxisSizes, View, check_shape
 
-CONFIG = "config.json"
 NO_MESH = Mesh(np.empty((), object), ())
 """An empty mesh, for work on arrays of single devices."""
 _CHANGES = ("compute_dtype", "remat", "scan_layers", "implementation", "placement")
@@ -51,7 +51,7 @@ def read_values(path: str | Path) -> dict[str, Any]:
         from posjax.nn.huggingface.gguf import GGUF
 
         return GGUF(path).values
-    files, root = open_location(path)
+    files, root = open_location(on_disk(path))
     with reaching(path):
         return read_json(files, f"{root}/{CONFIG}")
 
@@ -62,7 +62,7 @@ def open_source(path: str | Path) -> Source:
         from posjax.nn.huggingface.gguf import GGUF
 
         return GGUF(path)
-    folder = TensorFolder(path)
+    folder = TensorFolder(on_disk(path, tensors=True))
     return Mxfp4(folder) if is_packed(folder) else folder
 
 
@@ -72,8 +72,8 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def is_released(path: str | Path) -> bool:
-    """Whether a path is a released model: a GGUF file, or a folder with a ``config.json``."""
-    files, root = open_location(path)
+    """Whether a path is a released model: a GGUF file, or a folder with a ``config.json``; or a name at the hub."""
+    files, root = open_location(on_disk(path))
     with reaching(path):
         return files.isfile(root if is_gguf(path) else f"{root}/{CONFIG}")
 
@@ -91,8 +91,10 @@ def from_pretrained(
     host needs memory for its part of the largest tensor, or for the whole tensor if the files are at a URL or packed.
 
     Args:
-        path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec, or
-            a local GGUF file. The families are those of ``nn.huggingface.FAMILIES``.
+        path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec; a
+            local GGUF file; or a name at the Hugging Face hub, ``"org/name"`` or ``"org/name@revision"`` (a branch, a
+            tag or a commit), unless a local folder has that name. What is needed of it is downloaded into the cache of
+            ``huggingface_hub``. The families are those of ``nn.huggingface.FAMILIES``.
         dtype: of the parameters; None for the dtypes of the files. Numbers of the files that are infinite or NaN stay.
         sharding: computes the sharding of a parameter from the logical names of its axes and its shape; see
             ``logical_axes``. When left out all parameters are on one device.
@@ -101,6 +103,8 @@ def from_pretrained(
 
     Raises:
         FileNotFoundError: if the model does not exist.
+        PermissionError: for a gated model of the hub, without a token of an account that accepted its licence.
+        OSError: if the hub cannot be reached and its cache does not have the model.
         ValueError: for a family or option that ``Decoder`` does not have; for tensors that are missing, unexpected or
             of another shape than in the config, or that hold a number beyond the range of ``dtype``; for a head that
             differs from the embedding although config.json ties them; for pickles.
@@ -108,6 +112,7 @@ def from_pretrained(
     for name in changes:
         check_choice("changes", name, _CHANGES)
     check_dtype(dtype)
+    path = pinned(path)
     values = read_values(path)
     config = dataclasses.replace(read_config(values), **changes)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))

@@ -17,6 +17,8 @@ from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
 from posjax.nn.huggingface.family import Family, check_same, sizes_of
 from posjax.nn.huggingface.files import (
+    CONFIG,
+    COPIED,
     INDEX,
     SUFFIX,
     FileLayout,
@@ -29,30 +31,10 @@ from posjax.nn.huggingface.files import (
     sync,
     writable,
 )
-from posjax.nn.huggingface.load import (
-    CONFIG,
-    NO_MESH,
-    Stored,
-    check_dtype,
-    is_gguf,
-    read_values,
-    stored,
-)
+from posjax.nn.huggingface.hub import on_disk, pinned
+from posjax.nn.huggingface.load import NO_MESH, Stored, check_dtype, is_gguf, read_values, stored
 from posjax.nn.huggingface.registry import family_of, fitting_family, read_config, write_config
 from posjax.nn.huggingface.views import check_fits, overflow
-
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files of a released folder that are copied unchanged."""
 
 # Keys of `like` that are not copied: other versions of transformers use them for values written here, or they are no
 # longer valid.
@@ -83,7 +65,8 @@ def save_pretrained(
     Args:
         decoder: the model.
         path: the folder, local or a URL of fsspec. It must not already hold a model.
-        like: a released model whose other files (the tokenizer, ...) and other keys of ``config.json`` are copied.
+        like: a released model, as in ``from_pretrained``; its other files (the tokenizer, ...) and other keys of
+            ``config.json`` are copied.
         family: the ``model_type`` to write; when left out that of ``like``, or without ``like`` the first family whose
             layout can store the config.
         dtype: of the tensors; the dtype of the parameters when left out. Numbers that are infinite or NaN stay.
@@ -95,6 +78,7 @@ def save_pretrained(
     """
     check_positive("max_file_bytes", max_file_bytes)
     check_dtype(dtype)
+    like = None if like is None else pinned(like)
     like_values = {} if like is None else read_values(like)
     chosen = _family(decoder.config, family, like_values)
     values = _values(decoder.config, chosen, like_values)
@@ -226,7 +210,7 @@ def files_beside(like: str | Path) -> dict[str, bytes]:
         from posjax.nn.huggingface.gguf import GGUF
 
         return {name: content.encode() for name, content in GGUF(like).tokenizer_files().items()}
-    files, root = open_location(like)
+    files, root = open_location(on_disk(like))
     contents = {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
     for name, content in contents.items():
         check_no_pointer(content, f"{root}/{name}")
