@@ -9,7 +9,7 @@ import numpy as np
 from posjax import masks, rotary
 from posjax._checks import check, check_choice, describe
 from posjax._slots import is_custom_class
-from posjax.nn.config import DecoderConfig
+from posjax.nn.config import DecoderConfig, check_size
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm
 from posjax.rotary import FrequencyRule, Plain, Rotary
@@ -134,6 +134,18 @@ def layer_types(values: Values, period: Sequence[str] = (FULL,)) -> list[str]:
     return types
 
 
+def pattern_types(values: Values, default: int) -> list[str]:
+    """``layer_types``, or without them a full layer after every ``sliding_window_pattern - 1`` layers with windows."""
+    if values.get("layer_types"):
+        return layer_types(values)
+    name, pattern = "config.json: sliding_window_pattern", values.get("sliding_window_pattern", default)
+    check(
+        type(pattern) is int, f"{name} must be a whole number unless layer_types says more, found {describe(pattern)}"
+    )
+    check_size(name, "num_layers", pattern)
+    return [SLIDING if (n + 1) % pattern else FULL for n in range(values["num_hidden_layers"])]
+
+
 def rope_rule(values: Values) -> Any:
     """The frequency rule of all layers, or ``{layer_type: rule}``, as ``from_hf`` reads it, without a head size."""
     try:
@@ -211,9 +223,32 @@ def rope_values(config: DecoderConfig) -> dict[str, Any]:
     return length_value(config) | {"rope_parameters": rope_parameters, "rope_theta": rope_parameters["rope_theta"]}
 
 
+def layered_rope_values(config: DecoderConfig) -> dict[str, Any]:
+    """``rope_values`` with one rule for each layer type (Gemma 3, OLMo 3); plain RoPE for a type without a rule."""
+    rules = {kind: rule_of(config, kind) or Plain() for kind in (FULL, SLIDING)}
+    rope_parameters = {kind: rule.to_hf() for kind, rule in rules.items()}
+    older = {"rope_theta": rope_parameters[FULL]["rope_theta"]}
+    return length_value(config) | {"rope_parameters": rope_parameters} | older
+
+
+def partial_rope_values(config: DecoderConfig) -> dict[str, Any]:
+    """``rope_values`` with the share of rotated channels, of which these families have a default of their own.
+
+    transformers 5 reads it inside ``rope_parameters``, transformers 4 outside.
+    """
+    values, rule = rope_values(config), rule_of(config)
+    if rule is None:
+        return values
+    share = {"partial_rotary_factor": rule.partial_rotary_factor}
+    return values | share | {"rope_parameters": values["rope_parameters"] | share}
+
+
 def length_value(config: DecoderConfig) -> dict[str, int]:
-    """``max_position_embeddings``: the trained length, or the length that the rule extends to."""
-    rule = rule_of(config)
+    """``max_position_embeddings``: the trained length, or the length that the rule extends to.
+
+    Where rules differ by layer type the rule of full layers counts, because windows need no extension.
+    """
+    rule = rule_of(config, FULL) or rule_of(config)
     length = config.trained_length
     if getattr(rule, "original_length", None) is not None:
         dynamic = rule.hf_type == "dynamic"

@@ -182,7 +182,7 @@ DECODERS = [
     ("norm", None, {"norm": Norm("layer")}),
     ("activation", None, {"activation": "gelu"}),
     ("hidden_act", None, {"activation": "reglu"}),
-    ("biases", None, {"biases": ("output",)}),
+    ("biases", None, {"biases": ("head",)}),
     ("residual", None, {"residual": Residual(first_norm=False)}),
     ("attention_softcap", None, {"attention_softcap": 3.0}),
     ("causal", None, {"causal": False}),
