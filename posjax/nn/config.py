@@ -47,7 +47,8 @@ class DecoderConfig:
         mlp_dim: hidden width; when left out 4 ``model_dim``, or for a gated MLP 8/3 ``model_dim`` rounded up to a
             multiple of 8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
-            ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``.
+            ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``,
+            ``"relu-squared"``.
         experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert (gpt-oss).
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.

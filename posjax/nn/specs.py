@@ -106,6 +106,11 @@ def _exact_gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jax.nn.gelu(x, approximate=False)
 
 
+def _squared_relu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """``max(x, 0)^2`` (Primer, So et al., arXiv 2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 def _clamped_swiglu(gate: Float[Array, "*b"], up: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """``(u + 1) g sigmoid(1.702 g)`` with ``g = min(gate, 7)`` and u = up between -7 and 7 (gpt-oss)."""
     gate = jnp.minimum(gate, 7.0)
@@ -136,5 +141,6 @@ ACTIVATIONS = {
     "gelu": Activation(jax.nn.gelu, False),
     "gelu-exact": Activation(_exact_gelu, False),
     "relu": Activation(jax.nn.relu, False),
+    "relu-squared": Activation(_squared_relu, False),
 }
 """Activations by name. ``gelu`` and ``geglu`` use the tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415)."""

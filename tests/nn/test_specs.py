@@ -68,6 +68,7 @@ CASES = {
         "biases": ("mlp",),
     },
     "parallel, after": {"norm": LAYER, "residual": Residual("after", parallel=True), "activation": "gelu-exact"},
+    "squared": {"activation": "relu-squared"},
     "shared": {
         "norm": LAYER,
         "residual": Residual(parallel=True, shared_norm=True),
@@ -186,6 +187,7 @@ HIDDEN = {
     "gelu": gelu,
     "gelu-exact": exact_gelu,
     "relu": relu,
+    "relu-squared": lambda x: relu(x) ** 2,
 }
 
 

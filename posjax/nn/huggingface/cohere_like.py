@@ -26,6 +26,7 @@ from posjax.nn.huggingface.llama_like import (
     KEYS,
     LAYER,
     default_sizes,
+    llama_bias_values,
     llama_biases,
     norms,
     projections,
@@ -171,4 +172,16 @@ PHI = _family(
     activations=PLAIN,
 )
 
-COHERE_LIKE = (COHERE2, COHERE, STARCODER2, STABLELM, PHI)
+NEMOTRON = _family(
+    "nemotron",
+    "NemotronForCausalLM",
+    lambda values: llama_biases(values) | {"scheme": rope_everywhere(values)},
+    lambda config: llama_bias_values(config) | partial_rope_values(config),
+    lambda config: EMBEDDING | _NORMS | projections(),
+    default_sizes(4096, 24576) | {"norm_eps": 1e-5, "hidden_act": "relu2"},
+    norm=Norm("layer", bias=True, unit_offset=True),
+    eps="norm_eps",
+    activations=PLAIN,
+)
+
+COHERE_LIKE = (COHERE2, COHERE, STARCODER2, STABLELM, PHI, NEMOTRON)

@@ -21,6 +21,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "geglu-exact"}
 """Activations of gated MLPs by their names in ``config.json``."""
 PLAIN = {"gelu": "gelu-exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu": "relu"}
+PLAIN |= {"relu2": "relu-squared"}
 """Activations of plain MLPs."""
 
 

@@ -8,6 +8,7 @@ from posjax._checks import check, check_choice, check_positive, describe
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     FULL,
+    PLAIN,
     SLIDING,
     Family,
     Values,
@@ -280,6 +281,16 @@ CWM = llama_family(
 )
 
 
+ARCEE = llama_family(
+    "arcee",
+    "ArceeForCausalLM",
+    lambda values: llama_biases(values) | {"scheme": rope_everywhere(values)},
+    lambda config: llama_bias_values(config) | rope_values(config),
+    defaults=default_sizes(4096, 18432) | {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+    activations=PLAIN,
+)
+
+
 def _qwen_types(values: Values) -> list[str]:
     """Qwen's layer types: layers from ``max_window_layers`` on are sliding, if windows are used."""
     used = values.get("use_sliding_window") and values["sliding_window"] is not None
@@ -524,4 +535,4 @@ GPT_OSS = Family(
 )
 
 LLAMA_LIKE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, PHI3, GPT_OSS, MINISTRAL, MINISTRAL3, INTERNLM3)
-LLAMA_LIKE += (SEED_OSS, ERNIE4_5, HELIUM, CWM, GRANITE_HYBRID)
+LLAMA_LIKE += (SEED_OSS, ERNIE4_5, HELIUM, CWM, GRANITE_HYBRID, ARCEE)

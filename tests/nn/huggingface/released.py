@@ -164,6 +164,8 @@ LATER: dict[str, dict] = {
     | {"model_type": "stablelm", "use_qkv_bias": True, "num_attention_heads": 2, "partial_rotary_factor": 0.25},
     "stablelm-parallel": WHOLE_HEADS
     | {"model_type": "stablelm", "use_parallel_residual": True, "rope_parameters": PARTIAL},
+    "nemotron": LLAMA | {"model_type": "nemotron", "mlp_bias": True, "partial_rotary_factor": 0.5, "norm_eps": 1e-4},
+    "arcee": LLAMA | {"model_type": "arcee", "mlp_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn")},
     "phi": LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
 }
 """Families whose parity is in the wide grid alone."""

@@ -180,7 +180,7 @@ DECODERS = [
     ("embedding", None, {"scheme": pj.scheme("sinusoidal")}),
     ("mask", None, {"scheme": TWO_WINDOWS}),
     ("norm", None, {"norm": Norm("layer")}),
-    ("activation", None, {"activation": "gelu"}),
+    ("activation", None, {"activation": "silu"}),
     ("hidden_act", None, {"activation": "reglu"}),
     ("biases", None, {"biases": ("head",)}),
     ("residual", None, {"residual": Residual(first_norm=False)}),

@@ -66,7 +66,16 @@ class ModelConfig:
     head_dim: int | None = None
     mlp_dim: int | None = None
     activation: Literal[
-        "swiglu", "swiglu-clamped", "geglu", "geglu-exact", "reglu", "gelu", "gelu-exact", "silu", "relu"
+        "swiglu",
+        "swiglu-clamped",
+        "geglu",
+        "geglu-exact",
+        "reglu",
+        "gelu",
+        "gelu-exact",
+        "silu",
+        "relu",
+        "relu-squared",
     ] = "swiglu"
     experts: ExpertsConfig | None = None  # a mixture of experts in place of every MLP
     norm: NormConfig = field(default_factory=NormConfig)
