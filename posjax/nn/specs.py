@@ -27,15 +27,19 @@ class Norm:
         eps: added to the mean square or to the variance. Llama and its relatives are released with 1e-5 or 1e-6.
         bias: whether a LayerNorm learns a bias.
         unit_offset: whether the factor is ``1 + gain``, with a gain that starts from 0 (Gemma).
+        gain: False leaves out the gain (OLMo 1).
     """
 
     kind: str = "rms"
     eps: float = 1e-6
     bias: bool = False
     unit_offset: bool = False
+    gain: bool = True
 
     def __post_init__(self):
         check_flags(self, "norm.")
+        learns = self.bias or self.unit_offset
+        check(self.gain or not learns, "norm.gain: False needs a norm without bias and unit_offset; leave them out")
         check_choice("norm.kind", self.kind, NORMS)
         check_number("norm.eps", self.eps, at_least=0)
         check(

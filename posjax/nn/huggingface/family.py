@@ -45,7 +45,7 @@ class Family:
         ignored: names of tensors that are not parameters, such as buffers; for tensors of a layer the end of the name.
         aliases: other names of keys, each with the key that transformers reads it as.
         norm: the norms; their eps comes from ``config.json``.
-        eps: the key of that eps.
+        eps: the key of that eps; empty if ``config.json`` has none, and ``norm`` says it.
         activation: the key of the activation; empty if ``config.json`` has none that can be chosen.
         activations: the activations by their names under that key.
     """
@@ -69,7 +69,8 @@ class Family:
 
     def read_basics(self, values: Values) -> dict[str, Any]:
         """The fields that all families read in the same way."""
-        fields = {"norm": dataclasses.replace(self.norm, eps=values[self.eps]), "embedding_scale": 1.0}
+        norm = dataclasses.replace(self.norm, eps=values[self.eps]) if self.eps else self.norm
+        fields = {"norm": norm, "embedding_scale": 1.0}
         if self.activation:
             fields["activation"] = chosen(self.activation, values[self.activation], self.activations)
         return fields
@@ -77,7 +78,7 @@ class Family:
     def write_basics(self, config: DecoderConfig) -> dict[str, Any]:
         """The inverse of ``read_basics``: its keys of ``config.json``."""
         activation = {self.activation: key_of(self.activations, config.activation)} if self.activation else {}
-        return {self.eps: config.norm.eps} | activation
+        return ({self.eps: config.norm.eps} if self.eps else {}) | activation
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int]:

@@ -34,7 +34,7 @@ from posjax.nn.huggingface.llama_like import (
     rope_everywhere,
 )
 from posjax.nn.huggingface.views import View
-from posjax.nn.specs import Residual
+from posjax.nn.specs import Norm, Residual
 from posjax.norms import QKNorm
 
 _AFTER = norms(attention_after="post_attention_layernorm", mlp_after="post_feedforward_layernorm")
@@ -73,6 +73,21 @@ OLMO3 = llama_family(
     ),
     default_sizes(2048, 11008) | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     _olmo_tensors,
+)
+
+
+OLMO = llama_family(
+    "olmo",
+    "OlmoForCausalLM",
+    lambda values: (
+        {"biases": llama_biases(values)["biases"]}
+        | {"clip_qkv": values.get("clip_qkv"), "scheme": rope_everywhere(values)}
+    ),
+    lambda config: qkv_bias_value(config) | {"clip_qkv": config.clip_qkv} | rope_values(config),
+    default_sizes(2048, 11008),
+    lambda config: EMBEDDING | projections(),
+    norm=Norm("layer", eps=1e-5, gain=False),
+    eps="",
 )
 
 
@@ -139,4 +154,4 @@ GLM4 = llama_family(
     lambda config: EMBEDDING | FINAL_NORM | _GLM_NORMS | projections() | fused_gate_up(),
 )
 
-OLMO_LIKE = (OLMO2, OLMO3, EXAONE4, GLM, GLM4)
+OLMO_LIKE = (OLMO2, OLMO3, EXAONE4, GLM, GLM4, OLMO)

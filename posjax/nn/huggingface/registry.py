@@ -90,7 +90,7 @@ _KEYS = {
     **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), dict),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
-    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), float),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv"), float),
     **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn"), int),
 }
 """Keys of several families whose kind does not follow from a default."""
@@ -103,6 +103,7 @@ _MAY_BE_NONE = (
     "head_dim",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "clip_qkv",
 )
 
 

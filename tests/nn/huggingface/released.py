@@ -148,6 +148,7 @@ LATER: dict[str, dict] = {
             "sliding_attention": rope(5e5),
         }
     },
+    "olmo": WHOLE_HEADS | {"model_type": "olmo", "clip_qkv": 0.8, "attention_bias": True, "rope_parameters": rope(1e4)},
     "exaone4": LLAMA
     | {"model_type": "exaone4", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9}
     | {"sliding_window_pattern": "LGL", "rope_parameters": rope(1e6, rope_type="llama3", factor=16.0, **LLAMA3)},
