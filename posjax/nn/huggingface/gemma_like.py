@@ -91,20 +91,31 @@ def _gemma_family(
     )
 
 
+_GEMMA2_DEFAULTS = default_sizes(8192, 9216, 4) | {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256.0,
+    "sliding_window": 4096,
+    "head_dim": 256,
+}
+
+
 GEMMA2 = _gemma_family(
     "gemma2",
     "Gemma2ForCausalLM",
     lambda values: {"scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)))},
     rope_values,
     {},
-    default_sizes(8192, 9216, 4)
-    | {
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 256.0,
-        "sliding_window": 4096,
-        "head_dim": 256,
-    },
+    _GEMMA2_DEFAULTS,
+)
+
+VAULTGEMMA = _gemma_family(
+    "vaultgemma",
+    "VaultGemmaForCausalLM",
+    lambda values: {"residual": Residual(), "scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)))},
+    rope_values,
+    {},
+    _GEMMA2_DEFAULTS,
 )
 
 
@@ -153,4 +164,4 @@ GEMMA = llama_family(
     activations=GATED | {"gelu": "geglu"},  # the first releases say gelu and mean its approximation
 )
 
-GEMMA_LIKE = (GEMMA2, GEMMA3, GEMMA)
+GEMMA_LIKE = (GEMMA2, GEMMA3, GEMMA, VAULTGEMMA)

@@ -395,6 +395,31 @@ GRANITE = llama_family(
 )
 
 
+def _hyperclovax(values: Values) -> dict[str, Any]:
+    """Granite's multipliers, but the logits are multiplied, and there may be norms on both sides."""
+    size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    scale = values["attention_multiplier"]
+    norm = "both" if values["use_post_norm"] else "before"
+    return _granite(values | {"attention_multiplier": size**-0.5 if scale is None else scale}) | {
+        "residual": Residual(norm, scale=float(values["residual_multiplier"])),
+        "logit_scale": float(values["logits_scaling"]),
+        "scheme": rope_everywhere(values),
+    }
+
+
+HYPERCLOVAX = llama_family(
+    "hyperclovax",
+    "HyperCLOVAXForCausalLM",
+    _hyperclovax,
+    lambda config: (
+        _granite_values(config)
+        | {"logits_scaling": config.logit_scale, "use_post_norm": config.residual.norm == "both"}
+    ),
+    _GRANITE_DEFAULTS | {"attention_multiplier": None, "use_post_norm": True},
+    lambda config: llama_tensors(config) | norms(attention_after="post_norm1", mlp_after="post_norm2"),
+)
+
+
 def _attention_alone(values: Values) -> Scheme:
     """The scheme of a Granite 4 whose layers are all attention: RoPE, or no positions at all.
 
@@ -535,4 +560,4 @@ GPT_OSS = Family(
 )
 
 LLAMA_LIKE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, PHI3, GPT_OSS, MINISTRAL, MINISTRAL3, INTERNLM3)
-LLAMA_LIKE += (SEED_OSS, ERNIE4_5, HELIUM, CWM, GRANITE_HYBRID, ARCEE)
+LLAMA_LIKE += (SEED_OSS, ERNIE4_5, HELIUM, CWM, GRANITE_HYBRID, ARCEE, HYPERCLOVAX)

@@ -139,6 +139,12 @@ LATER: dict[str, dict] = {
     "granitemoehybrid-nope": LLAMA
     | {"model_type": "granitemoehybrid", "num_local_experts": 0, "attention_bias": True}
     | {"layer_types": ["full_attention"] * 2, "shared_intermediate_size": 80, "position_embedding_type": "nope"},
+    "hyperclovax": LLAMA
+    | {"model_type": "hyperclovax", "attention_bias": True, "use_post_norm": True, "rope_parameters": rope(1e8)}
+    | MULTIPLIERS,
+    "vaultgemma": LLAMA
+    | {"model_type": "vaultgemma", "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24}
+    | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma": LLAMA | {"model_type": "gemma", "attention_bias": True, "hidden_act": "gelu"},
     "olmo3": LLAMA
     | {"model_type": "olmo3", "num_hidden_layers": 5, "sliding_window": 9, "attention_bias": True}
