@@ -398,9 +398,8 @@ GRANITE = llama_family(
 def _hyperclovax(values: Values) -> dict[str, Any]:
     """Granite's multipliers, but the logits are multiplied, and there may be norms on both sides."""
     size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    scale = values["attention_multiplier"]
     norm = "both" if values["use_post_norm"] else "before"
-    return _granite(values | {"attention_multiplier": size**-0.5 if scale is None else scale}) | {
+    return _granite({"attention_multiplier": max(size, 1) ** -0.5} | values) | {
         "residual": Residual(norm, scale=float(values["residual_multiplier"])),
         "logit_scale": float(values["logits_scaling"]),
         "scheme": rope_everywhere(values),
@@ -415,7 +414,7 @@ HYPERCLOVAX = llama_family(
         _granite_values(config)
         | {"logits_scaling": config.logit_scale, "use_post_norm": config.residual.norm == "both"}
     ),
-    _GRANITE_DEFAULTS | {"attention_multiplier": None, "use_post_norm": True},
+    {key: value for key, value in _GRANITE_DEFAULTS.items() if key != "attention_multiplier"} | {"use_post_norm": True},
     lambda config: llama_tensors(config) | norms(attention_after="post_norm1", mlp_after="post_norm2"),
 )
 
