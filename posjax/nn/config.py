@@ -47,7 +47,8 @@ class DecoderConfig:
         mlp_dim: hidden width; when left out 4 ``model_dim``, or for a gated MLP 8/3 ``model_dim`` rounded up to a
             multiple of 8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
-            ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``.
+            ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``,
+            ``"relu-squared"``.
         experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert (gpt-oss).
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.
@@ -55,6 +56,7 @@ class DecoderConfig:
         embedding_norm: whether a norm follows the embedding (BLOOM).
         projection_norm: whether queries and keys are normed over all heads together (OLMo 2); to norm each head
             separately use ``Scheme(norm=QKNorm())``.
+        clip_qkv: queries, keys and values are cut off at this magnitude before the position method (OLMo 1).
         embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others use 1.
         query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite).
         logit_scale: factor of the logits (Cohere, Granite).
@@ -94,6 +96,7 @@ class DecoderConfig:
     biases: tuple[str, ...] = ()
     embedding_norm: bool = False
     projection_norm: bool = False
+    clip_qkv: float | None = None
     embedding_scale: float | None = None
     query_scale: float | None = None
     logit_scale: float = 1.0
@@ -131,7 +134,7 @@ class DecoderConfig:
         check_number("logit_scale", self.logit_scale)
         for name in ("embedding_scale", "query_scale"):
             check_number(name, 1 if getattr(self, name) is None else getattr(self, name))
-        for name in ("attention_softcap", "logit_softcap"):
+        for name in ("attention_softcap", "logit_softcap", "clip_qkv"):
             check_positive(name, 1 if getattr(self, name) is None else getattr(self, name))
         if self.trained_length is not None:
             check_count("trained_length", self.trained_length)

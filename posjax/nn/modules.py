@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -170,9 +171,11 @@ class Attention(nnx.Module):
 
     def _project(self, x) -> list:
         """Queries, keys and values, before the norm of the scheme."""
+        clip = self.config.clip_qkv
         weights = (self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)
         q, k, v = (plus(to_heads(x, weight[...]), bias) for weight, bias in weights)
-        return [q, k, v] if self.q_norm is None else [self.q_norm(q), self.k_norm(k), v]
+        q, k = (q, k) if self.q_norm is None else (self.q_norm(q), self.k_norm(k))
+        return [q, k, v] if clip is None else [jnp.clip(x, -clip, clip) for x in (q, k, v)]
 
     def _merge(self, out):
         return plus(from_heads(out, self.o[...]), self.o_bias)

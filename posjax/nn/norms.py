@@ -17,12 +17,12 @@ class RMSNorm(nnx.Module):
     Args:
         shape: of the gain, the sizes of the last axes of ``x``.
         axes: their logical names.
-        spec: ``eps`` and ``unit_offset`` are read.
+        spec: ``eps``, ``unit_offset`` and ``gain`` are read.
     """
 
     def __init__(self, shape: int | tuple[int, ...], axes: str | tuple[str, ...] = "embed", spec: Norm | None = None):
         shape, axes = (shape,) if isinstance(shape, int) else shape, (axes,) if isinstance(axes, str) else axes
-        self.spec = Norm() if spec is None else spec
+        self.spec, self.shape = Norm() if spec is None else spec, shape
         self.gain = _gain(shape, axes, self.spec)
 
     def __call__(self, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
@@ -38,11 +38,11 @@ class LayerNorm(nnx.Module):
     Args:
         size: of the last axis.
         axis: its logical name.
-        spec: ``eps``, ``bias`` and ``unit_offset`` are read.
+        spec: ``eps``, ``bias``, ``unit_offset`` and ``gain`` are read.
     """
 
     def __init__(self, size: int, axis: str = "embed", spec: Norm | None = None):
-        self.spec = Norm("layer") if spec is None else spec
+        self.spec, self.shape = Norm("layer") if spec is None else spec, (size,)
         self.gain = _gain((size,), (axis,), self.spec)
         self.bias = bias_parameter((size,), (axis,)) if self.spec.bias else None
 
@@ -62,11 +62,15 @@ def make_norm(size: int, spec: Norm) -> RMSNorm | LayerNorm:
     return (RMSNorm if spec.kind == "rms" else LayerNorm)(size, "embed", spec)
 
 
-def _gain(shape: tuple[int, ...], axes: tuple[str, ...], spec: Norm) -> nnx.Param:
+def _gain(shape: tuple[int, ...], axes: tuple[str, ...], spec: Norm) -> nnx.Param | None:
+    if not spec.gain:
+        return None
     return nnx.Param((jnp.zeros if spec.unit_offset else jnp.ones)(shape, jnp.float32), logical_axes=axes)
 
 
 def _factor(norm: RMSNorm | LayerNorm) -> Float[Array, "*size"]:
-    """The factor of the normed values, float32: ``gain``, or ``1 + gain`` with ``unit_offset``."""
+    """The factor of the normed values, float32: ``gain``, ``1 + gain`` with ``unit_offset``, or ones without a gain."""
+    if norm.gain is None:
+        return jnp.ones(norm.shape, jnp.float32)
     gain = norm.gain[...].astype(jnp.float32)
     return 1 + gain if norm.spec.unit_offset else gain

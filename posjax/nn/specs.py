@@ -27,15 +27,19 @@ class Norm:
         eps: added to the mean square or to the variance. Llama and its relatives are released with 1e-5 or 1e-6.
         bias: whether a LayerNorm learns a bias.
         unit_offset: whether the factor is ``1 + gain``, with a gain that starts from 0 (Gemma).
+        gain: False leaves out the gain (OLMo 1).
     """
 
     kind: str = "rms"
     eps: float = 1e-6
     bias: bool = False
     unit_offset: bool = False
+    gain: bool = True
 
     def __post_init__(self):
         check_flags(self, "norm.")
+        learns = self.bias or self.unit_offset
+        check(self.gain or not learns, "norm.gain: False needs a norm without bias and unit_offset; leave them out")
         check_choice("norm.kind", self.kind, NORMS)
         check_number("norm.eps", self.eps, at_least=0)
         check(
@@ -106,6 +110,11 @@ def _exact_gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jax.nn.gelu(x, approximate=False)
 
 
+def _squared_relu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """``max(x, 0)^2`` (Primer, So et al., arXiv 2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 def _clamped_swiglu(gate: Float[Array, "*b"], up: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """``(u + 1) g sigmoid(1.702 g)`` with ``g = min(gate, 7)`` and u = up between -7 and 7 (gpt-oss)."""
     gate = jnp.minimum(gate, 7.0)
@@ -136,5 +145,6 @@ ACTIVATIONS = {
     "gelu": Activation(jax.nn.gelu, False),
     "gelu-exact": Activation(_exact_gelu, False),
     "relu": Activation(jax.nn.relu, False),
+    "relu-squared": Activation(_squared_relu, False),
 }
 """Activations by name. ``gelu`` and ``geglu`` use the tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415)."""

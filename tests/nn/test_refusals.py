@@ -43,6 +43,7 @@ REFUSED = [
     ("norm.eps", lambda: Norm(eps=-1e-6)),
     ("norm.eps", lambda: Norm(eps="1e-6")),
     ("norm.bias", lambda: Norm(bias=True)),
+    ("norm.gain", lambda: Norm("layer", bias=True, gain=False)),
     ("residual.norm", lambda: Residual("befor")),
     ("residual.scale", lambda: Residual(scale=float("nan"))),
     ("residual.shared_norm", lambda: Residual(shared_norm=True)),

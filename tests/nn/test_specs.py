@@ -68,6 +68,7 @@ CASES = {
         "biases": ("mlp",),
     },
     "parallel, after": {"norm": LAYER, "residual": Residual("after", parallel=True), "activation": "gelu-exact"},
+    "no gain": {"norm": Norm("layer", 0.05, gain=False), "activation": "relu-squared", "clip_qkv": 0.7},
     "shared": {
         "norm": LAYER,
         "residual": Residual(parallel=True, shared_norm=True),
@@ -186,13 +187,14 @@ HIDDEN = {
     "gelu": gelu,
     "gelu-exact": exact_gelu,
     "relu": relu,
+    "relu-squared": lambda x: relu(x) ** 2,
 }
 
 
 def norm(x, p, spec, axes=(-1,)):
     x = x if spec.kind == "rms" else x - x.mean(axes, keepdims=True)
     x = x / np.sqrt((x * x).mean(axes, keepdims=True) + spec.eps)
-    return x * (p["gain"] + spec.unit_offset) + p.get("bias", 0)
+    return x * (p.get("gain", 1) + spec.unit_offset) + p.get("bias", 0)
 
 
 def rotate(x):
@@ -209,7 +211,7 @@ def projected(x, p, c):
     q, k, v = (np.einsum("bte,ehd->bthd", x, p[name]) + p.get(f"{name}_bias", 0) for name in "qkv")
     if c.projection_norm:
         q, k = (norm(y, p[f"{name}_norm"], c.norm, axes=(-2, -1)) for name, y in (("q", q), ("k", k)))
-    return q, k, v
+    return (q, k, v) if c.clip_qkv is None else tuple(np.clip(y, -c.clip_qkv, c.clip_qkv) for y in (q, k, v))
 
 
 def attention(x, p, c, scheme):
@@ -239,7 +241,8 @@ def norms_of(c, first):
 
 
 def block(x, p, c, scheme, first):
-    """One layer."""
+    """One layer. Norms without a gain have no parameters."""
+    p = p if c.norm.gain else {name: {} for name in norms_of(c, first)} | p
     assert set(p) == norms_of(c, first) | {"attention", "mlp"}
 
     def n(name, x):
@@ -272,7 +275,7 @@ def layers_of(p, c):
 def numpy_decoder(p, c):
     """Logits."""
     *_, (_, _, x) = layers_of(p, c)
-    z = c.logit_scale * (norm(x, p["norm"], c.norm) @ p.get("head", p["embed"].T) + p.get("head_bias", 0))
+    z = c.logit_scale * (norm(x, p.get("norm", {}), c.norm) @ p.get("head", p["embed"].T) + p.get("head_bias", 0))
     return z if c.logit_softcap is None else c.logit_softcap * np.tanh(z / c.logit_softcap)
 
 
@@ -441,7 +444,9 @@ def test_captured_parameters_include_those_that_layers_share():
 # --- specs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [Norm(eps=0.5, unit_offset=True), Norm("layer"), LAYER], ids=str)
+@pytest.mark.parametrize(
+    "spec", [Norm(eps=0.5, unit_offset=True), Norm("layer"), LAYER, Norm(eps=0.5, gain=False)], ids=str
+)
 def test_a_norm_alone_starts_without_effect_of_its_gain_and_bias(spec):
     """The gain multiplies by 1 and the bias adds 0, also with a unit offset."""
     x = np.random.default_rng(0).normal(2, 3, (3, WIDTH))

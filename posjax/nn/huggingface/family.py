@@ -9,7 +9,7 @@ import numpy as np
 from posjax import masks, rotary
 from posjax._checks import check, check_choice, describe
 from posjax._slots import is_custom_class
-from posjax.nn.config import DecoderConfig
+from posjax.nn.config import DecoderConfig, check_size
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm
 from posjax.rotary import FrequencyRule, Plain, Rotary
@@ -21,6 +21,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "geglu-exact"}
 """Activations of gated MLPs by their names in ``config.json``."""
 PLAIN = {"gelu": "gelu-exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu": "relu"}
+PLAIN |= {"relu2": "relu-squared"}
 """Activations of plain MLPs."""
 
 
@@ -44,7 +45,7 @@ class Family:
         ignored: names of tensors that are not parameters, such as buffers; for tensors of a layer the end of the name.
         aliases: other names of keys, each with the key that transformers reads it as.
         norm: the norms; their eps comes from ``config.json``.
-        eps: the key of that eps.
+        eps: the key of that eps; empty if ``config.json`` has none, and ``norm`` says it.
         activation: the key of the activation; empty if ``config.json`` has none that can be chosen.
         activations: the activations by their names under that key.
     """
@@ -68,7 +69,8 @@ class Family:
 
     def read_basics(self, values: Values) -> dict[str, Any]:
         """The fields that all families read in the same way."""
-        fields = {"norm": dataclasses.replace(self.norm, eps=values[self.eps]), "embedding_scale": 1.0}
+        norm = dataclasses.replace(self.norm, eps=values[self.eps]) if self.eps else self.norm
+        fields = {"norm": norm, "embedding_scale": 1.0}
         if self.activation:
             fields["activation"] = chosen(self.activation, values[self.activation], self.activations)
         return fields
@@ -76,7 +78,7 @@ class Family:
     def write_basics(self, config: DecoderConfig) -> dict[str, Any]:
         """The inverse of ``read_basics``: its keys of ``config.json``."""
         activation = {self.activation: key_of(self.activations, config.activation)} if self.activation else {}
-        return {self.eps: config.norm.eps} | activation
+        return ({self.eps: config.norm.eps} if self.eps else {}) | activation
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int]:
@@ -132,6 +134,18 @@ def layer_types(values: Values, period: Sequence[str] = (FULL,)) -> list[str]:
     for kind in types:
         check_choice("config.json: layer_types", kind, (FULL, SLIDING))
     return types
+
+
+def pattern_types(values: Values, default: int) -> list[str]:
+    """``layer_types``, or without them a full layer after every ``sliding_window_pattern - 1`` layers with windows."""
+    if values.get("layer_types"):
+        return layer_types(values)
+    name, pattern = "config.json: sliding_window_pattern", values.get("sliding_window_pattern", default)
+    check(
+        type(pattern) is int, f"{name} must be a whole number unless layer_types says more, found {describe(pattern)}"
+    )
+    check_size(name, "num_layers", pattern)
+    return [SLIDING if (n + 1) % pattern else FULL for n in range(values["num_hidden_layers"])]
 
 
 def rope_rule(values: Values) -> Any:
@@ -211,9 +225,32 @@ def rope_values(config: DecoderConfig) -> dict[str, Any]:
     return length_value(config) | {"rope_parameters": rope_parameters, "rope_theta": rope_parameters["rope_theta"]}
 
 
+def layered_rope_values(config: DecoderConfig) -> dict[str, Any]:
+    """``rope_values`` with one rule for each layer type (Gemma 3, OLMo 3); plain RoPE for a type without a rule."""
+    rules = {kind: rule_of(config, kind) or Plain() for kind in (FULL, SLIDING)}
+    rope_parameters = {kind: rule.to_hf() for kind, rule in rules.items()}
+    older = {"rope_theta": rope_parameters[FULL]["rope_theta"]}
+    return length_value(config) | {"rope_parameters": rope_parameters} | older
+
+
+def partial_rope_values(config: DecoderConfig) -> dict[str, Any]:
+    """``rope_values`` with the share of rotated channels, of which these families have a default of their own.
+
+    transformers 5 reads it inside ``rope_parameters``, transformers 4 outside.
+    """
+    values, rule = rope_values(config), rule_of(config)
+    if rule is None:
+        return values
+    share = {"partial_rotary_factor": rule.partial_rotary_factor}
+    return values | share | {"rope_parameters": values["rope_parameters"] | share}
+
+
 def length_value(config: DecoderConfig) -> dict[str, int]:
-    """``max_position_embeddings``: the trained length, or the length that the rule extends to."""
-    rule = rule_of(config)
+    """``max_position_embeddings``: the trained length, or the length that the rule extends to.
+
+    Where rules differ by layer type the rule of full layers counts, because windows need no extension.
+    """
+    rule = rule_of(config, FULL) or rule_of(config)
     length = config.trained_length
     if getattr(rule, "original_length", None) is not None:
         dynamic = rule.hf_type == "dynamic"

@@ -1,19 +1,19 @@
-"""Llama and similar families."""
+"""Llama, and families whose blocks are Llama's or nearly so."""
 
 from collections.abc import Callable
 from typing import Any
 
-from posjax import rotary
-from posjax._checks import check, check_choice, check_positive
+from posjax import rotary, scales
+from posjax._checks import check, check_choice, check_positive, describe
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     FULL,
+    PLAIN,
     SLIDING,
     Family,
     Values,
     biases,
     layer_types,
-    length_value,
     of_layers,
     rope_rule,
     rope_scheme,
@@ -24,7 +24,7 @@ from posjax.nn.huggingface.family import (
     window_of,
 )
 from posjax.nn.huggingface.views import View
-from posjax.nn.specs import Experts, Norm, Residual
+from posjax.nn.specs import Experts, Residual
 from posjax.norms import QKNorm
 from posjax.scheme import Scheme
 from posjax.sinks import LearnedSinks
@@ -75,6 +75,14 @@ def outputs(attention: str, mlp: str) -> dict[str, View]:
     }
 
 
+def fused_gate_up(name: str = "mlp.gate_up_proj") -> dict[str, View]:
+    """The views of gate and up in one tensor, the gate's rows first."""
+    pattern = "(2 mlp) embed -> embed mlp"
+    return {
+        f"block/mlp/{ours}": View(f"{LAYER}{name}.weight", pattern, part) for part, ours in enumerate(("gate", "up"))
+    }
+
+
 LLAMA_NORMS = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 FINAL_NORM = {"norm/gain": View("model.norm.weight", "embed -> embed")}
 HEAD_NORMS = {
@@ -107,41 +115,179 @@ def llama_bias_values(config: DecoderConfig) -> dict[str, bool]:
     return {"attention_bias": "qkv" in config.biases, "mlp_bias": "mlp" in config.biases}
 
 
-def _rope(values: Values) -> Scheme:
-    return rope_scheme(values, rope_rule(values), FULL)
+def qkv_bias_value(config: DecoderConfig) -> dict[str, bool]:
+    """The key of families whose config has nothing of the MLP's biases."""
+    return {"attention_bias": "qkv" in config.biases}
 
 
-def _windowed(values: Values) -> Scheme:
-    """A window in all layers or in no layer; transformers does not read ``layer_types`` of these families."""
+def rope_everywhere(values: Values, pairing: str = "half", **slots: Any) -> Scheme:
+    """The same RoPE in all layers, without windows."""
+    return rope_scheme(values, rope_rule(values), FULL, pairing, **slots)
+
+
+def windowed(values: Values, **slots: Any) -> Scheme:
+    """RoPE in all layers, and a window in all layers or in none.
+
+    transformers does not read ``layer_types`` of these families.
+    """
     kind = FULL if values.get("sliding_window") is None else SLIDING
     other = set(layer_types(values, (kind,))) - {kind}
     name = values["model_type"]
     why = "because of sliding_window; leave layer_types out"
     check(not other, f"config.json: layer_types has {', '.join(other)}, but all layers of {name} are {kind}, {why}")
-    return rope_scheme(values, rope_rule(values), kind)
+    return rope_scheme(values, rope_rule(values), kind, **slots)
 
 
-def _family(
-    name: str, architecture: str, read: Callable, write: Callable, defaults: dict, tensors: Callable = llama_tensors
+def llama_family(
+    name: str,
+    architecture: str,
+    read: Callable,
+    write: Callable,
+    defaults: dict,
+    tensors: Callable = llama_tensors,
+    **options: Any,
 ) -> Family:
-    """A family with Llama's keys and, by default, Llama's tensors."""
-    return Family(name, architecture, KEYS, read, write, tensors, LLAMA_DEFAULTS | defaults)
+    """A family with Llama's keys and, by default, Llama's tensors; the options are fields of ``Family``."""
+    return Family(name, architecture, KEYS, read, write, tensors, LLAMA_DEFAULTS | defaults, **options)
 
 
-LLAMA = _family(
+LLAMA = llama_family(
     "llama",
     "LlamaForCausalLM",
-    lambda values: llama_biases(values) | {"scheme": _rope(values)},
+    lambda values: llama_biases(values) | {"scheme": rope_everywhere(values)},
     lambda config: llama_bias_values(config) | rope_values(config),
     defaults=default_sizes(2048, 11008),
 )
 
-MISTRAL = _family(
+MISTRAL = llama_family(
     "mistral",
     "MistralForCausalLM",
-    lambda values: {"scheme": _windowed(values)},
+    lambda values: {"scheme": windowed(values)},
     lambda config: {"sliding_window": window_of(config)} | rope_values(config),
     defaults=default_sizes(131_072, 14336, 8) | {"sliding_window": 4096},
+)
+
+
+MINISTRAL = llama_family(
+    "ministral",
+    "MinistralForCausalLM",
+    lambda values: {"scheme": rope_schemes(values, _ministral_types(values))},
+    lambda config: {"sliding_window": window_of(config), "layer_types": types_of(config)} | rope_values(config),
+    defaults=default_sizes(131_072, 14336, 8) | {"sliding_window": 4096},
+)
+
+
+def _ministral_types(values: Values) -> list[str]:
+    return layer_types(values, (FULL if values["sliding_window"] is None else SLIDING,))
+
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _ministral3_scheme(values: Values) -> Scheme:
+    """A mistral whose queries grow with their position; ``rope_parameters`` say how."""
+    rope = values.get("rope_scaling") or values["rope_parameters"]
+    keys = ("original_max_position_embeddings", "llama_4_scaling_beta")
+    lacking = [key for key in keys if rope.get(key) is None]
+    check(not lacking, f"config.json: rope_parameters of ministral3 lack {lacking[0] if lacking else None!r}")
+    return windowed(values, scale=scales.MinistralTemperature(*(rope[key] for key in keys)))
+
+
+def _ministral3_values(config: DecoderConfig) -> dict[str, Any]:
+    values, scale = rope_values(config), config.layers.schemes[0].scale
+    wanted = "config.json of ministral3 needs scales.MinistralTemperature"
+    check(type(scale) is scales.MinistralTemperature, f"scheme: {wanted}, found scale {describe(scale)}")
+    more = {"original_max_position_embeddings": scale.length, "llama_4_scaling_beta": scale.beta}
+    rope = values.get("rope_parameters", {}) | more
+    return {"sliding_window": window_of(config)} | values | {"rope_parameters": rope}
+
+
+MINISTRAL3 = llama_family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    lambda values: {"scheme": _ministral3_scheme(values)},
+    _ministral3_values,
+    defaults=default_sizes(262_144, 14336, 8)
+    | {"rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _MINISTRAL3_ROPE},
+)
+
+INTERNLM3 = llama_family(
+    "internlm3",
+    "LlamaForCausalLM",
+    lambda values: llama_biases(values) | {"scheme": rope_everywhere(values)},
+    lambda config: llama_bias_values(config) | rope_values(config),
+    defaults=default_sizes(32768, 10240, 2) | {"rms_norm_eps": 1e-5, "head_dim": 128},
+    aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+)
+
+SEED_OSS = llama_family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    lambda values: {
+        "biases": biases(
+            qkv=values["attention_bias"], output=values["attention_out_bias"], mlp=values.get("mlp_bias", False)
+        ),
+        "scheme": rope_everywhere(values),
+    },
+    lambda config: llama_bias_values(config) | {"attention_out_bias": "output" in config.biases} | rope_values(config),
+    defaults=default_sizes(524_288, 27648, 8) | {"head_dim": 128, "attention_bias": True, "attention_out_bias": False},
+)
+
+ERNIE4_5 = llama_family(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    lambda values: {
+        "biases": biases(qkv=values["use_bias"], output=values["use_bias"], mlp=values["use_bias"]),
+        "scheme": rope_everywhere(values, "interleaved"),
+    },
+    lambda config: {"use_bias": "mlp" in config.biases} | rope_values(config),
+    defaults=default_sizes(131_072, 3072, 2)
+    | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "head_dim": 128, "use_bias": False},
+)
+
+HELIUM = llama_family(
+    "helium",
+    "HeliumForCausalLM",
+    lambda values: {
+        "biases": biases(qkv=values.get("attention_bias", False), mlp=values.get("mlp_bias", False)),
+        "scheme": rope_everywhere(values, "interleaved"),
+    },
+    lambda config: llama_bias_values(config) | rope_values(config),
+    defaults=default_sizes(4096, 7040, 20) | {"rms_norm_eps": 1e-8, "head_dim": 128},
+)
+
+CWM = llama_family(
+    "cwm",
+    "CwmForCausalLM",
+    lambda values: {
+        "biases": biases(mlp=values.get("mlp_bias", False)),
+        "scheme": rope_schemes(values, layer_types(values, (FULL, SLIDING, SLIDING, SLIDING))),
+    },
+    lambda config: (
+        {"mlp_bias": "mlp" in config.biases, "sliding_window": window_of(config), "layer_types": types_of(config)}
+        | rope_values(config)
+    ),
+    defaults=default_sizes(131_072, 21504, 8) | {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192},
+)
+
+
+ARCEE = llama_family(
+    "arcee",
+    "ArceeForCausalLM",
+    lambda values: llama_biases(values) | {"scheme": rope_everywhere(values)},
+    lambda config: llama_bias_values(config) | rope_values(config),
+    defaults=default_sizes(4096, 18432) | {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+    activations=PLAIN,
 )
 
 
@@ -160,7 +306,7 @@ def _qwen_values(config: DecoderConfig) -> dict[str, Any]:
     return {"use_sliding_window": window is not None} | windows | rope_values(config)
 
 
-QWEN2 = _family(
+QWEN2 = llama_family(
     "qwen2",
     "Qwen2ForCausalLM",
     lambda values: {"biases": ("qkv",), "scheme": rope_schemes(values, _qwen_types(values))},
@@ -168,7 +314,7 @@ QWEN2 = _family(
     defaults=default_sizes(32768, 22016, 32) | {"sliding_window": 4096, "max_window_layers": 28},
 )
 
-QWEN3 = _family(
+QWEN3 = llama_family(
     "qwen3",
     "Qwen3ForCausalLM",
     lambda values: (
@@ -202,7 +348,7 @@ def _smollm3_values(config: DecoderConfig) -> dict[str, Any]:
     return windows | {"no_rope_layers": [int(scheme.rotates) for scheme in config.layers.schemes]}
 
 
-SMOLLM3 = _family(
+SMOLLM3 = llama_family(
     "smollm3",
     "SmolLM3ForCausalLM",
     lambda values: llama_biases(values) | {"scheme": _smollm3_schemes(values)},
@@ -216,177 +362,105 @@ def _inverse(values: Values, key: str) -> float:
     return 1.0 / values[key]
 
 
-GRANITE = _family(
+def _granite(values: Values) -> dict[str, Any]:
+    """Granite's biases and its four multipliers."""
+    return llama_biases(values) | {
+        "embedding_scale": float(values["embedding_multiplier"]),
+        "query_scale": float(values["attention_multiplier"]),
+        "residual": Residual(scale=float(values["residual_multiplier"])),
+        "logit_scale": _inverse(values, "logits_scaling"),
+    }
+
+
+def _granite_values(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of ``_granite``, and the keys of the rule."""
+    multipliers = {
+        "embedding_multiplier": config.embedding_scale,
+        "attention_multiplier": config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
+        "residual_multiplier": config.residual.scale,
+        "logits_scaling": 1.0 / config.logit_scale,
+    }
+    return llama_bias_values(config) | rope_values(config) | multipliers
+
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_GRANITE_DEFAULTS = default_sizes(2048, 11008) | dict.fromkeys(_MULTIPLIERS, 1.0)
+
+GRANITE = llama_family(
     "granite",
     "GraniteForCausalLM",
-    lambda values: (
-        llama_biases(values)
-        | {
-            "scheme": _rope(values),
-            "embedding_scale": float(values["embedding_multiplier"]),
-            "query_scale": float(values["attention_multiplier"]),
-            "residual": Residual(scale=float(values["residual_multiplier"])),
-            "logit_scale": _inverse(values, "logits_scaling"),
-        }
-    ),
+    lambda values: _granite(values) | {"scheme": rope_everywhere(values)},
+    _granite_values,
+    _GRANITE_DEFAULTS,
+)
+
+
+def _hyperclovax(values: Values) -> dict[str, Any]:
+    """Granite's multipliers, but the logits are multiplied, and there may be norms on both sides."""
+    size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    norm = "both" if values["use_post_norm"] else "before"
+    return _granite({"attention_multiplier": max(size, 1) ** -0.5} | values) | {
+        "residual": Residual(norm, scale=float(values["residual_multiplier"])),
+        "logit_scale": float(values["logits_scaling"]),
+        "scheme": rope_everywhere(values),
+    }
+
+
+HYPERCLOVAX = llama_family(
+    "hyperclovax",
+    "HyperCLOVAXForCausalLM",
+    _hyperclovax,
     lambda config: (
-        llama_bias_values(config)
-        | rope_values(config)
-        | {
-            "embedding_multiplier": config.embedding_scale,
-            "attention_multiplier": config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
-            "residual_multiplier": config.residual.scale,
-            "logits_scaling": 1.0 / config.logit_scale,
-        }
+        _granite_values(config)
+        | {"logits_scaling": config.logit_scale, "use_post_norm": config.residual.norm == "both"}
     ),
-    defaults=default_sizes(2048, 11008)
-    | {
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
+    {key: value for key, value in _GRANITE_DEFAULTS.items() if key != "attention_multiplier"} | {"use_post_norm": True},
+    lambda config: llama_tensors(config) | norms(attention_after="post_norm1", mlp_after="post_norm2"),
 )
 
 
-# --- Gemma ------------------------------------------------------------------------------------------------------------
+def _attention_alone(values: Values) -> Scheme:
+    """The scheme of a Granite 4 whose layers are all attention: RoPE, or no positions at all.
 
-_SANDWICH = norms(
-    attention_norm="input_layernorm",
-    attention_after="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_after="post_feedforward_layernorm",
-)
+    Releases name such a layer "attention", transformers 5 names it "full_attention".
+    """
+    types = values.get("layer_types") or ["mamba"]  # the default of transformers
+    others = [kind for kind in types if kind not in ("attention", FULL)]
+    why = "only models whose layers are all attention can be read, such as Granite 4.0 Micro"
+    check(not others, f"config.json: layer_types has {describe(others[0] if others else None)}; {why}")
+    return rope_everywhere(values) if values.get("position_embedding_type") == "rope" else Scheme()
 
 
-def _gemma(values: Values) -> dict[str, Any]:
-    check_positive("config.json: query_pre_attn_scalar", values["query_pre_attn_scalar"])
+def _attention_alone_values(config: DecoderConfig) -> dict[str, Any]:
+    rotates = "nope" if rule_of(config) is None else "rope"
     return {
-        "residual": Residual("both"),
-        "embedding_scale": values["hidden_size"] ** 0.5,
-        "query_scale": values["query_pre_attn_scalar"] ** -0.5,
-        "attention_softcap": values["attn_logit_softcapping"],
-        "logit_softcap": values["final_logit_softcapping"],
-        "biases": biases(qkv=values.get("attention_bias"), output=values.get("attention_bias")),
+        "layer_types": ["attention"] * config.num_layers,
+        "num_local_experts": 0,
+        "position_embedding_type": rotates,
     }
 
 
-def _gemma_values(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "query_pre_attn_scalar": _inverse_square(config),
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.logit_softcap,
-        "attention_bias": "qkv" in config.biases,
-        "sliding_window": window_of(config),
-        "layer_types": types_of(config),
-    }
-
-
-def _inverse_square(config: DecoderConfig) -> float:
-    """``query_scale ** -2``, rounded if it is a whole number up to rounding errors."""
-    scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
-    return round(scalar) if round(scalar) ** -0.5 == config.query_scale else scalar
-
-
-def _gemma_family(
-    name: str, architecture: str, read: Callable, write: Callable, more: dict, defaults: dict, **fixed: Any
-) -> Family:
-    return Family(
-        name,
-        architecture,
-        KEYS,
-        lambda values: _gemma(values) | read(values),
-        lambda config: _gemma_values(config) | write(config),
-        lambda config: EMBEDDING | FINAL_NORM | _SANDWICH | projections() | more,
-        {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh"} | defaults,
-        {"use_bidirectional_attention": (None, False)} | fixed,
-        norm=Norm(unit_offset=True),
-        activation="hidden_activation",
-    )
-
-
-GEMMA2 = _gemma_family(
-    "gemma2",
-    "Gemma2ForCausalLM",
-    lambda values: {"scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)))},
-    rope_values,
-    {},
-    default_sizes(8192, 9216, 4)
-    | {
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 256.0,
-        "sliding_window": 4096,
-        "head_dim": 256,
-    },
-)
-
-
-def _gemma3_rope_values(config: DecoderConfig) -> dict[str, Any]:
-    rules = {kind: rule_of(config, kind) for kind in dict.fromkeys(types_of(config))}
-    rules = {
-        kind: rotary.Plain() if rule is None else rule for kind, rule in ({FULL: None, SLIDING: None} | rules).items()
-    }
-    rope_parameters = {kind: rule.to_hf() for kind, rule in rules.items()}
-    older = {
-        "rope_theta": rope_parameters[FULL]["rope_theta"],
-        "rope_local_base_freq": rope_parameters[SLIDING]["rope_theta"],
-    }
-    return length_value(config) | {"rope_parameters": rope_parameters} | older
-
-
-GEMMA3 = _gemma_family(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    lambda values: {
-        "scheme": rope_schemes(
-            values,
-            layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 6) - 1) + (FULL,)),
-            rope_rule(values),
-            norm=QKNorm(eps=values["rms_norm_eps"], unit_offset=True),
-        )
-    },
-    _gemma3_rope_values,
-    HEAD_NORMS,
-    default_sizes(131_072, 9216, 4)
-    | {
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "query_pre_attn_scalar": 256.0,
-        "sliding_window": 4096,
-        "head_dim": 256,
-    },
-    attn_logit_softcapping=None,  # transformers does not read this key
+GRANITE_HYBRID = Family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    {key: field for key, field in KEYS.items() if field != "mlp_dim"} | {"shared_intermediate_size": "mlp_dim"},
+    lambda values: _granite(values) | {"scheme": _attention_alone(values)},
+    lambda config: _granite_values(config) | _attention_alone_values(config),
+    lambda config: (
+        llama_tensors(config)
+        | outputs("self_attn.o_proj", "shared_mlp.output_linear")
+        | fused_gate_up("shared_mlp.input_linear")
+    ),
+    LLAMA_DEFAULTS | _GRANITE_DEFAULTS | {"shared_intermediate_size": 1024},
+    {"num_local_experts": 0},
+    aliases={"layers_block_type": "layer_types"},
 )
 
 
 # --- others -----------------------------------------------------------------------------------------------------------
 
-OLMO2 = _family(
-    "olmo2",
-    "Olmo2ForCausalLM",
-    lambda values: (
-        {"biases": llama_biases(values)["biases"], "scheme": _rope(values)}
-        | {"residual": Residual("after"), "projection_norm": True}
-    ),
-    lambda config: {"attention_bias": "qkv" in config.biases} | rope_values(config),
-    tensors=lambda config: (
-        EMBEDDING
-        | FINAL_NORM
-        | norms(attention_after="post_attention_layernorm", mlp_after="post_feedforward_layernorm")
-        | projections()
-        | {
-            f"block/attention/{name}_norm/gain": View(
-                f"{LAYER}self_attn.{name}_norm.weight", f"({heads} size) -> {heads} size"
-            )
-            for name, heads in (("q", "heads"), ("k", "kv_heads"))
-        }
-    ),
-    defaults=default_sizes(2048, 11008) | {"rms_norm_eps": 1e-5},
-)
-
 _QKV = "(heads+kv_heads+kv_heads size) embed -> embed {} size"
-PHI3 = _family(
+PHI3 = llama_family(
     "phi3",
     "Phi3ForCausalLM",
     lambda values: {"scheme": _phi3_scheme(values)},
@@ -400,10 +474,7 @@ PHI3 = _family(
             f"block/attention/{name}": View(f"{LAYER}self_attn.qkv_proj.weight", _QKV.format(heads), part)
             for part, (name, heads) in enumerate((("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")))
         }
-        | {
-            f"block/mlp/{name}": View(f"{LAYER}mlp.gate_up_proj.weight", "(2 mlp) embed -> embed mlp", part)
-            for part, name in enumerate(("gate", "up"))
-        }
+        | fused_gate_up()
     ),
     defaults=default_sizes(4096, 8192) | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
 )
@@ -411,7 +482,7 @@ PHI3 = _family(
 
 def _phi3_scheme(values: Values) -> Scheme:
     """Plain RoPE or LongRoPE, the only rules that transformers reads for this family."""
-    scheme = _windowed(values)
+    scheme = windowed(values)
     rule = scheme.features.frequencies
     size = values["hidden_size"] // values["num_attention_heads"]
     check_choice("config.json: rope_type of phi3", rule.hf_type, (rotary.Plain.hf_type, rotary.LongRoPE.hf_type))
@@ -431,46 +502,6 @@ def _phi3_rope_values(config: DecoderConfig) -> dict[str, Any]:
     outer = ("original_max_position_embeddings", "partial_rotary_factor")
     return values | {key: inner[key] for key in outer if key in inner}
 
-
-def _cohere_schemes(values: Values) -> Any:
-    """RoPE in sliding layers, none in full layers."""
-    types = layer_types(values, (SLIDING,) * (values.get("sliding_window_pattern", 4) - 1) + (FULL,))
-    rules = {SLIDING: rope_rule(values), FULL: None}
-    return rope_schemes(values, types, rules, pairing="interleaved")
-
-
-COHERE2 = Family(
-    "cohere2",
-    "Cohere2ForCausalLM",
-    KEYS,
-    lambda values: {
-        "residual": Residual(parallel=True, shared_norm=True),
-        "logit_scale": float(values["logit_scale"]),
-        "biases": llama_biases(values)["biases"],
-        "scheme": _cohere_schemes(values),
-    },
-    lambda config: (
-        {
-            "logit_scale": config.logit_scale,
-            "attention_bias": "qkv" in config.biases,
-            "sliding_window": window_of(config),
-            "layer_types": types_of(config),
-        }
-        | rope_values(config)
-    ),
-    lambda config: EMBEDDING | FINAL_NORM | norms(attention_norm="input_layernorm") | projections(),
-    default_sizes(8192, 22528)
-    | {
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "logit_scale": 0.0625,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    },
-    {"use_qk_norm": False},
-    norm=Norm("layer"),
-    eps="layer_norm_eps",
-)
 
 _EXPERTS = f"{LAYER}mlp.experts."
 
@@ -527,4 +558,5 @@ GPT_OSS = Family(
     activation="",
 )
 
-LLAMA_LIKE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, GEMMA2, GEMMA3, OLMO2, PHI3, COHERE2, GPT_OSS)
+LLAMA_LIKE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, PHI3, GPT_OSS, MINISTRAL, MINISTRAL3, INTERNLM3)
+LLAMA_LIKE += (SEED_OSS, ERNIE4_5, HELIUM, CWM, GRANITE_HYBRID, ARCEE, HYPERCLOVAX)

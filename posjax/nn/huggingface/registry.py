@@ -6,10 +6,11 @@ from typing import Any
 
 from posjax._checks import check, check_choice, describe
 from posjax.nn.config import DecoderConfig, check_size
-from posjax.nn.huggingface import gpt_like, llama_like
+from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, llama_like, olmo_like
 from posjax.nn.huggingface.family import Family, check_same
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*llama_like.LLAMA_LIKE, *gpt_like.GPT_LIKE)}
+_ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 
 
@@ -89,8 +90,9 @@ _KEYS = {
     **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), dict),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
-    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), float),
-    **dict.fromkeys(("sliding_window_pattern", "num_kv_heads", "num_ln_in_parallel_attn"), int),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv"), float),
+    "attention_multiplier": float,
+    **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn"), int),
 }
 """Keys of several families whose kind does not follow from a default."""
 _ROPE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
@@ -102,6 +104,7 @@ _MAY_BE_NONE = (
     "head_dim",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "clip_qkv",
 )
 
 
@@ -113,7 +116,7 @@ def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
             continue
         words, fits = _KINDS[kind]
         check(fits(given[key]), f"config.json: {key} must be {words}, found {describe(given[key])}")
-    for key, field in (dict(family.keys) | {"sliding_window_pattern": "num_layers"}).items():
+    for key, field in family.keys.items():
         if type(given.get(key)) is int:
             check_size(f"config.json: {key}", field, given[key])
 

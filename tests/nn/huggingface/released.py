@@ -109,6 +109,76 @@ CASES: dict[str, dict] = {
 }
 
 
+STATED = {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 4.0}
+PARTIAL = rope(1e4, partial_rotary_factor=0.5)
+WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
+MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
+# The keys of a release's config.json that change nothing here are among them.
+LATER: dict[str, dict] = {
+    "ministral": LLAMA | {"model_type": "ministral", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9},
+    "ministral3": LLAMA
+    | {"model_type": "ministral3", "sliding_window": None}
+    | {
+        "rope_parameters": STATED
+        | rope(1e6, rope_type="yarn", mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5)
+    },
+    "internlm3": LLAMA | {"model_type": "internlm3", "qkv_bias": True, "bias": True, "rope_parameters": rope(5e7)},
+    "seed_oss": LLAMA
+    | {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
+    | {"attention_dropout": 0.1, "residual_dropout": 0.1, "rope_parameters": rope(1e7)},
+    "ernie4_5": LLAMA | {"model_type": "ernie4_5", "use_bias": True, "rope_parameters": rope(5e5)},
+    "helium": WHOLE_HEADS
+    | {"model_type": "helium", "head_dim": 16, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-8},
+    "cwm": LLAMA
+    | {"model_type": "cwm", "num_hidden_layers": 5, "sliding_window": 9, "mlp_bias": True}
+    | {"rope_parameters": rope(1e6, rope_type="llama3", factor=16.0, **LLAMA3)},
+    "granitemoehybrid": LLAMA
+    | {"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 0}
+    | {"layer_types": ["full_attention"] * 2, "shared_intermediate_size": 80, "position_embedding_type": "rope"}
+    | MULTIPLIERS,
+    "granitemoehybrid-nope": LLAMA
+    | {"model_type": "granitemoehybrid", "num_local_experts": 0, "attention_bias": True}
+    | {"layer_types": ["full_attention"] * 2, "shared_intermediate_size": 80, "position_embedding_type": "nope"},
+    "hyperclovax": LLAMA
+    | {"model_type": "hyperclovax", "attention_bias": True, "use_post_norm": True, "rope_parameters": rope(1e8)}
+    | MULTIPLIERS,
+    "vaultgemma": LLAMA
+    | {"model_type": "vaultgemma", "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24}
+    | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma": LLAMA | {"model_type": "gemma", "attention_bias": True, "hidden_act": "gelu"},
+    "olmo3": LLAMA
+    | {"model_type": "olmo3", "num_hidden_layers": 5, "sliding_window": 9, "attention_bias": True}
+    | {
+        "rope_parameters": {
+            "full_attention": STATED | rope(5e5, rope_type="yarn", attention_factor=1.2),
+            "sliding_attention": rope(5e5),
+        }
+    },
+    "olmo": WHOLE_HEADS | {"model_type": "olmo", "clip_qkv": 0.8, "attention_bias": True, "rope_parameters": rope(1e4)},
+    "exaone4": LLAMA
+    | {"model_type": "exaone4", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9}
+    | {"sliding_window_pattern": "LGL", "rope_parameters": rope(1e6, rope_type="llama3", factor=16.0, **LLAMA3)},
+    "exaone4-full": LLAMA
+    | {"model_type": "exaone4", "layer_types": ["full_attention"] * 2, "sliding_window": None}
+    | {"sliding_window_pattern": None, "tie_word_embeddings": True},
+    "glm": LLAMA | {"model_type": "glm", "attention_bias": True, "rope_parameters": PARTIAL},
+    "glm4": LLAMA | {"model_type": "glm4", "attention_bias": True, "rope_parameters": PARTIAL},
+    "cohere": LLAMA | {"model_type": "cohere", "logit_scale": 0.25, "attention_bias": True, "use_qk_norm": False},
+    "starcoder2": LLAMA
+    | {"model_type": "starcoder2", "sliding_window": 9, "use_bias": True, "norm_epsilon": 1e-4}
+    | {"mlp_type": "default", "norm_type": "layer_norm", "residual_dropout": 0.1},
+    "stablelm": WHOLE_HEADS
+    | {"model_type": "stablelm", "use_qkv_bias": True, "num_attention_heads": 2, "partial_rotary_factor": 0.25},
+    "stablelm-parallel": WHOLE_HEADS
+    | {"model_type": "stablelm", "use_parallel_residual": True, "rope_parameters": PARTIAL},
+    "nemotron": LLAMA | {"model_type": "nemotron", "mlp_bias": True, "partial_rotary_factor": 0.5, "norm_eps": 1e-4},
+    "arcee": LLAMA | {"model_type": "arcee", "mlp_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn")},
+    "phi": LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
+}
+"""Families whose parity is in the wide grid alone."""
+CASES |= LATER
+
+
 def random_decoder(values: dict, **changes) -> Decoder:
     """A decoder for these values of ``config.json``, with random normal parameters, also for biases and gains."""
     config = read_config(values | changes)

@@ -35,6 +35,7 @@ class NormConfig:
     eps: float = 1e-6
     bias: bool = False  # of a layer norm
     unit_offset: bool = False  # multiplies by 1 + gain
+    gain: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,16 @@ class ModelConfig:
     head_dim: int | None = None
     mlp_dim: int | None = None
     activation: Literal[
-        "swiglu", "swiglu-clamped", "geglu", "geglu-exact", "reglu", "gelu", "gelu-exact", "silu", "relu"
+        "swiglu",
+        "swiglu-clamped",
+        "geglu",
+        "geglu-exact",
+        "reglu",
+        "gelu",
+        "gelu-exact",
+        "silu",
+        "relu",
+        "relu-squared",
     ] = "swiglu"
     experts: ExpertsConfig | None = None  # a mixture of experts in place of every MLP
     norm: NormConfig = field(default_factory=NormConfig)
@@ -76,6 +86,7 @@ class ModelConfig:
     biases: tuple[str, ...] = ()  # those of qkv, output, mlp, head that have a bias
     embedding_norm: bool = False
     projection_norm: bool = False  # of queries and keys over all heads together
+    clip_qkv: float | None = None  # queries, keys and values are cut off at this magnitude
     embedding_scale: float | None = None  # None is sqrt(model_dim)
     query_scale: float | None = None  # None is head_dim ** -0.5
     logit_scale: float = 1.0
