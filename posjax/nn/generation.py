@@ -149,7 +149,9 @@ def generate(
         ValueError: for a bidirectional model, arguments that do not fit, a row without a valid token, draws without a
             key, and texts longer than a learned embedding.
     """
-    return _run(*_prepared(**locals()))
+    given = {"sampling": sampling, "stop": stop, "key": key, "valid": valid, "length": length}
+    given |= {"positions": positions, "chunk": chunk, "init_cache": init_cache}
+    return _run(*_prepared(model, prompts, new_tokens, **given))
 
 
 def stream(
@@ -171,7 +173,9 @@ def stream(
     The device computes a token while the host handles the one before. Arguments and errors are those of ``generate``;
     on a mesh, its axes must be Auto.
     """
-    program, inputs = _prepared(**locals())
+    given = {"sampling": sampling, "stop": stop, "key": key, "valid": valid, "length": length}
+    given |= {"positions": positions, "chunk": chunk, "init_cache": init_cache}
+    program, inputs = _prepared(model, prompts, new_tokens, **given)
     check(not has_explicit(inputs), "stream: the mesh has Explicit axes; use Auto ones, or generate")
     return _steps(program, inputs)
 

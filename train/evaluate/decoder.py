@@ -24,7 +24,7 @@ def predictor_of(model: nn.Decoder, seed: int, mesh: Mesh | None = None) -> tupl
     """The model as pure functions, and its parameters. `seed` is for positions that its scheme draws at use, if it
     draws any.
 
-    On a mesh the functions must be called with that mesh in use (`train.evaluate.mesh.on`).
+    On a mesh the functions must be called with that mesh in use (`train.evaluate.mesh.use_mesh`).
     """
     if mesh is not None:
         return _predictor_on(model, seed, mesh)
@@ -98,10 +98,9 @@ def _arguments_of(drawn: PositionSample) -> dict[str, Array]:
 def to_decode(model: nn.Decoder, mesh: Mesh | None) -> nn.Decoder:
     """The decoder for `nn.generate` and `nn.stream`: its matrices are cast to the compute dtype once.
 
-    On a mesh, which must be in use, the compiler splits attention over the slots of the cache; it can do so in the
-    dense implementation, where it sees all logits.
+    On a mesh, which must be in use, the compiler splits attention over the slots of the cache.
     """
-    graph = computed(model, placement=Placement(), implementation="dense") if mesh else nnx.split(model)[0]
+    graph = computed(model, placement=Placement()) if mesh else nnx.split(model)[0]
     parameters = nnx.to_pure_dict(nnx.state(model))
     return nnx.merge(graph, cast_matrices(parameters, nn.logical_axes(model), model.config.dtype, mesh))
 

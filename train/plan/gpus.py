@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from posjax._checks import check
 from train.plan.pods import Pod, pod_of
-from train.runtime.chips import GPU, GPUS, Links
+from train.runtime.chips import GPUS, Card, Links
 
 IN_A_NODE = 8
 """GPUs that NVLink joins."""
@@ -30,7 +30,7 @@ class Nodes:
     platform: ClassVar[str] = "cuda"
 
     @property
-    def gpu(self) -> GPU:
+    def gpu(self) -> Card:
         """The data of one GPU."""
         return GPUS[self.generation]
 

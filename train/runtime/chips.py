@@ -103,7 +103,7 @@ CHIPS = {chip.name: chip for chip in _ALL}
 
 
 @dataclass(frozen=True)
-class GPU:
+class Card:
     """One GPU of a node; published numbers, bandwidths in GB/s one way."""
 
     name: str
@@ -120,8 +120,8 @@ class GPU:
 
 
 _ALL_GPUS = (
-    GPU("h100", "NVIDIA H100 80GB HBM3", 989.5e12, 84_942_979_072, 3352.0, 450, 50, 132, 1.98, 233_472, 52_428_800),
-    GPU("h200", "NVIDIA H200", 989.5e12, 150_109_880_320, 4800.0, 450, 50, 132, 1.98, 233_472, 62_914_560),
+    Card("h100", "NVIDIA H100 80GB HBM3", 989.5e12, 84_942_979_072, 3352.0, 450, 50, 132, 1.98, 233_472, 52_428_800),
+    Card("h200", "NVIDIA H200", 989.5e12, 150_109_880_320, 4800.0, 450, 50, 132, 1.98, 233_472, 62_914_560),
 )
 
 GPUS = {gpu.name: gpu for gpu in _ALL_GPUS}
