@@ -90,6 +90,7 @@ def sizes_of(config: DecoderConfig) -> dict[str, int]:
         "kv_heads": config.num_kv_heads,
         "each": config.num_heads // config.num_kv_heads,
         "size": config.head_dim,
+        "half": config.head_dim // 2,
         "mlp": config.mlp_dim,
         "experts": 0 if config.experts is None else config.experts.count,
         "positions": getattr(config.layers.embedding, "max_length", 0),

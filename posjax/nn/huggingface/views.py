@@ -23,7 +23,7 @@ class View:
     slower part first: ``"(heads size) embed -> embed heads size"`` is a projection whose rows are the heads' channels.
     If several parameters share a tensor one axis is a number, ``"3"``, or a sum, ``"heads+kv_heads+kv_heads"``, and
     ``part`` is the index of this parameter. The axis disappears if it is a number, or if the part of the sum is ``1``.
-    Brackets on the right join axes, at most once in a pattern.
+    Brackets on the right join axes, at most once in a pattern. ``-2`` is an axis of two parts in the other order.
 
     Args:
         name: of the tensor; ``{layer}`` is the number of the layer.
@@ -56,7 +56,7 @@ class View:
         """The index of a part of the parameter in the split tensor: arrays for joined axes, slices for the others."""
         indices = []
         for axis, part in zip(self._sides[1], index, strict=True):
-            counts = [sizes[atom] for atom in axis]
+            counts = [_size(atom, sizes) for atom in axis]
             indices += [part] if len(axis) == 1 else np.unravel_index(np.arange(math.prod(counts))[part], counts)
         return tuple(indices)
 
@@ -73,6 +73,8 @@ class View:
         """The index of the parameter along one axis."""
         if atom.isdigit():
             return self.part
+        if atom.startswith("-"):
+            return slice(None, None, -1)
         parts = atom.split("+")
         if len(parts) == 1:
             return slice(None)
@@ -121,4 +123,4 @@ def _axes(side: str) -> list[list[str]]:
 
 
 def _size(atom: str, sizes: AxisSizes) -> int:
-    return sum(int(part) if part.isdigit() else sizes[part] for part in atom.split("+"))
+    return sum(int(part) if part.isdigit() else sizes[part] for part in atom.removeprefix("-").split("+"))

@@ -112,6 +112,7 @@ CASES: dict[str, dict] = {
 STATED = {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 4.0}
 PARTIAL = rope(1e4, partial_rotary_factor=0.5)
 WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
 # The keys of a release's config.json that change nothing here are among them.
 LATER: dict[str, dict] = {
@@ -174,6 +175,19 @@ LATER: dict[str, dict] = {
     "nemotron": LLAMA | {"model_type": "nemotron", "mlp_bias": True, "partial_rotary_factor": 0.5, "norm_eps": 1e-4},
     "arcee": LLAMA | {"model_type": "arcee", "mlp_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn")},
     "phi": LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
+    # The other keys are those of Hunyuan-7B-Instruct.
+    "hunyuan_v1_dense": LLAMA
+    | {"model_type": "hunyuan_v1_dense", "attention_bias": True, "attention_head_dim": 12, "rope_theta": 10000.0}
+    | {"rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "type": "dynamic"} | MSCALES}
+    | {"attention_dropout": 0.0, "cla_share_factor": 2, "eod_token_id": 3, "norm_type": "rms", "use_cla": False}
+    | {"mlp_bias": False, "pretraining_tp": 1, "use_qk_norm": True, "use_rotary_pos_emb": True},
+    "hunyuan_v1_dense-linear": LLAMA
+    | {"model_type": "hunyuan_v1_dense", "rope_parameters": rope(1e4, rope_type="linear", factor=4.0)},
+    # The other keys are those of nanochat-d32.
+    "nanochat": WHOLE_HEADS
+    | {"model_type": "nanochat", "num_key_value_heads": 4, "final_logit_softcapping": 15.0, "attention_bias": False}
+    | {"rope_theta": 10000.0, "qkv_bias": False, "logits_soft_cap": 15.0, "hidden_act": "relu2"},
+    "nanochat-bias": LLAMA | {"model_type": "nanochat", "attention_bias": True, "final_logit_softcapping": 2.0},
 }
 """Families whose parity is in the wide grid alone."""
 CASES |= LATER
