@@ -52,8 +52,9 @@ def qk_norm(
 ) -> tuple[Float[Array, "*b heads size"], Float[Array, "*b kv_heads size"]]:
     """Root-mean-square norm of queries and keys over each head, with a gain per channel or none.
 
-    With gains it is the norm of Qwen 3 and Gemma 3 before the rotation, and of Hunyuan after it. Without gains it is
-    that of Llama 4 and may come before or after the rotation; with the usual ``1 / sqrt(d)`` logits are then ``sqrt(d) cos(q, k)``.
+    With gains it is the norm of Qwen 3 and Gemma 3 before the rotation, and that of Hunyuan after it. Without gains it
+    is that of Llama 4, and its place makes no difference; with the usual ``1 / sqrt(d)`` logits are then
+    ``sqrt(d) cos(q, k)``.
     """
     return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
 

@@ -48,7 +48,7 @@ class DecoderConfig:
             multiple of 8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
             ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``,
-            ``"relu-squared"``.
+            ``"relu-squared"``, ``"xielu"`` (with two learned numbers in every layer, Apertus).
         experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert (gpt-oss).
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.

@@ -19,7 +19,7 @@ from posjax.nn.huggingface.family import (
     types_of,
     window_of,
 )
-from posjax.nn.huggingface.gpt_like import ALL_BIASES, LAYER_NORM, matrix, mlp, norm, output
+from posjax.nn.huggingface.gpt_like import ALL_BIASES, LAYER_NORM, PLAIN_TANH, matrix, mlp, norm, output
 from posjax.nn.huggingface.llama_like import (
     EMBEDDING,
     FINAL_NORM,
@@ -121,7 +121,7 @@ STARCODER2 = _family(
     | {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "use_bias": True},
     norm=LAYER_NORM,
     eps="norm_epsilon",
-    activations={"gelu_pytorch_tanh": "gelu"} | PLAIN,  # the name that its releases use
+    activations=PLAIN_TANH,
 )
 
 

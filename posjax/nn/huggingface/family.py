@@ -48,6 +48,7 @@ class Family:
         eps: the key of that eps; empty if ``config.json`` has none, and ``norm`` says it.
         activation: the key of the activation; empty if ``config.json`` has none that can be chosen.
         activations: the activations by their names under that key.
+        constants: tensors of every layer that hold one number, the same in all models of the family.
     """
 
     model_type: str
@@ -66,6 +67,7 @@ class Family:
     eps: str = "rms_norm_eps"
     activation: str = "hidden_act"
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: GATED)
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def read_basics(self, values: Values) -> dict[str, Any]:
         """The fields that all families read in the same way."""
@@ -93,7 +95,7 @@ def sizes_of(config: DecoderConfig) -> dict[str, int]:
         "half": config.head_dim // 2,
         "mlp": config.mlp_dim,
         "experts": 0 if config.experts is None else config.experts.count,
-        "positions": getattr(config.layers.embedding, "max_length", 0),
+        "positions": getattr(config.layers.embedding, "rows", 0),
     }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from posjax._checks import check, check_choice, nearest
+from posjax._checks import check, check_choice, describe, nearest
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
 from posjax.nn.huggingface.family import Family, sizes_of
@@ -211,6 +211,7 @@ def check_tensors(source: Source, family: Family, config: DecoderConfig, paramet
             entry = source.entries[written]
             check_shape(parameter.view, sizes, written, entry.shape)
             used.add(entry)
+    used |= _constants(source, family, config)
     tied = set(_of_tables(source, family, config)) if config.tied_head else ()
     left = [name for name, entry in source.entries.items() if entry not in used and name not in tied]
     extra = [name for name in left if not _is_ignored(name, family)]
@@ -219,6 +220,23 @@ def check_tensors(source: Source, family: Family, config: DecoderConfig, paramet
         f"unexpected tensors: {', '.join(extra[:3])}{f' and {len(extra) - 3} more' if len(extra) > 3 else ''}; "
         f"config.json of {family.model_type} does not describe them",
     )
+
+
+def constants(family: Family, config: DecoderConfig) -> dict[str, float]:
+    """``Family.constants`` of every layer, by their names."""
+    names = family.constants.items()
+    return {name.format(layer=n): value for n in range(config.num_layers) for name, value in names}
+
+
+def _constants(source: Source, family: Family, config: DecoderConfig) -> set[Entry]:
+    """The constants in the files, which may leave them out. Raises ValueError for other values, up to bfloat16."""
+    found = {_found(source, family, name): value for name, value in constants(family, config).items()}
+    found.pop(None, None)
+    for name, value in found.items():
+        tensor = np.asarray(source.tensor(name), np.float64)
+        fits = tensor.shape == () and np.isclose(tensor, value, rtol=0.01, atol=0)
+        check(fits, f"tensor {name!r} holds {describe(tensor.tolist())}, but Decoder has the fixed number {value:g}")
+    return {source.entries[name] for name in found}
 
 
 def _check_tied(source: Source, family: Family, config: DecoderConfig) -> None:

@@ -1,4 +1,4 @@
-"""Hunyuan and nanochat, which norm queries and keys after their rotation."""
+"""Apertus, and Hunyuan and nanochat, which norm queries and keys after their rotation."""
 
 from typing import Any
 
@@ -7,18 +7,21 @@ from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import PLAIN, Values, rope_rule, rope_values
 from posjax.nn.huggingface.llama_like import (
     EMBEDDING,
+    FINAL_NORM,
+    HEAD_NORMS,
     LAYER,
     default_sizes,
     llama_biases,
     llama_family,
     llama_tensors,
+    norms,
     outputs,
     projections,
     qkv_bias_value,
     rope_everywhere,
 )
 from posjax.nn.huggingface.views import View
-from posjax.nn.specs import Norm
+from posjax.nn.specs import XIELU_BETA, XIELU_EPS, Norm
 from posjax.norms import QKNorm
 from posjax.scheme import Scheme
 
@@ -78,4 +81,29 @@ NANOCHAT = llama_family(
     activations=PLAIN,
 )
 
-QK_NORM_LIKE = (HUNYUAN, NANOCHAT)
+# --- Apertus ----------------------------------------------------------------------------------------------------------
+
+_XIELU = f"{LAYER}mlp.act_fn."
+
+
+def _apertus_tensors(config: DecoderConfig) -> dict[str, View]:
+    views = EMBEDDING | FINAL_NORM | projections() | HEAD_NORMS
+    views |= norms(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
+    return views | {f"block/mlp/activation/{name}": View(_XIELU + name, "1 ->", 0) for name in ("alpha_p", "alpha_n")}
+
+
+APERTUS = llama_family(
+    "apertus",
+    "ApertusForCausalLM",
+    lambda values: {
+        "biases": llama_biases(values)["biases"],
+        "scheme": rope_everywhere(values, norm=QKNorm(eps=values["rms_norm_eps"])),
+    },
+    lambda config: qkv_bias_value(config) | rope_values(config),
+    default_sizes(65536, 14336) | {"rms_norm_eps": 1e-5, "hidden_act": "xielu"},
+    _apertus_tensors,
+    activations={"xielu": "xielu"},
+    constants={f"{_XIELU}beta": XIELU_BETA, f"{_XIELU}eps": XIELU_EPS},
+)
+
+QK_NORM_LIKE = (HUNYUAN, NANOCHAT, APERTUS)

@@ -65,7 +65,7 @@ class View:
         left, right = self._sides
         names = [atom for axis in left for atom in axis]
         split = tensor.reshape([_size(atom, sizes) for atom in names])
-        chosen = split[tuple(self._selection(atom, sizes) for atom in names)]
+        chosen = split[(*(self._selection(atom, sizes) for atom in names), ...)]  # an array, also of one number
         remaining = [self._remaining(atom) for atom in names if self._remaining(atom)]
         return chosen.transpose([remaining.index(atom) for axis in right for atom in axis])
 

@@ -188,6 +188,30 @@ LATER: dict[str, dict] = {
     | {"model_type": "nanochat", "num_key_value_heads": 4, "final_logit_softcapping": 15.0, "attention_bias": False}
     | {"rope_theta": 10000.0, "qkv_bias": False, "logits_soft_cap": 15.0, "hidden_act": "relu2"},
     "nanochat-bias": LLAMA | {"model_type": "nanochat", "attention_bias": True, "final_logit_softcapping": 2.0},
+    # The other keys are those of Apertus-8B-Instruct-2509.
+    "apertus": WHOLE_HEADS
+    | {"model_type": "apertus", "hidden_act": "xielu", "rope_theta": 12000000, "attention_bias": False}
+    | {"rope_scaling": LLAMA3 | {"factor": 8.0, "rope_type": "llama3"}, "hidden_dropout": 0.0, "mlp_bias": False}
+    | {"post_norm": False, "qk_norm": True, "rms_norm_eps": 1e-5},
+    "apertus-bias": LLAMA
+    | {"model_type": "apertus", "attention_bias": True, "hidden_act": "xielu", "rope_parameters": rope(1e4)},
+    # The other keys are those of StarCoder.
+    "gpt_bigcode": GPT
+    | {"model_type": "gpt_bigcode", "activation_function": "gelu", "multi_query": True, "n_inner": 80}
+    | {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
+    | {"inference_runner": 0, "max_batch_size": None, "max_sequence_length": None, "pad_key_length": True}
+    | {"pre_allocate_kv_cache": False, "validate_runner_input": True, "attn_pdrop": 0.1},
+    "gpt_bigcode-heads": GPT | {"model_type": "gpt_bigcode", "multi_query": False, "tie_word_embeddings": False},
+    # The other keys are those of OPT-6.7B.
+    "opt": SPECIAL
+    | {"model_type": "opt", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 80}
+    | {"max_position_embeddings": 64, "activation_function": "relu", "word_embed_proj_dim": 48}
+    | {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "enable_bias": True, "layerdrop": 0.0}
+    | {"layer_norm_elementwise_affine": True, "init_std": 0.15, "pad_token_id": 1, "prefix": "</s>"},
+    "opt-no-bias": SPECIAL
+    | {"model_type": "opt", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "ffn_dim": 96}
+    | {"max_position_embeddings": 64, "activation_function": "gelu", "enable_bias": False, "init_std": 0.15}
+    | {"tie_word_embeddings": False},
 }
 """Families whose parity is in the wide grid alone."""
 CASES |= LATER

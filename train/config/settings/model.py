@@ -79,6 +79,7 @@ class ModelConfig:
         "silu",
         "relu",
         "relu-squared",
+        "xielu",
     ] = "swiglu"
     experts: ExpertsConfig | None = None  # a mixture of experts in place of every MLP
     norm: NormConfig = field(default_factory=NormConfig)
