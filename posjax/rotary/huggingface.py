@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Protocol
 
-from posjax._checks import check, check_choice, check_count, check_counts, check_number, describe
+from posjax._checks import check, check_choice, check_count, check_counts, check_number, check_positive, describe
 from posjax.rotary.dynamic import DynamicNTK
 from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.model_types import MODEL_TYPES, NO_ROTARY, UNREADABLE
@@ -282,10 +282,10 @@ def _without_alpha(parameters: Config, config: Config, size: int | None) -> Conf
     alpha = parameters.get("alpha")
     if not alpha or not str(config.get("model_type")).startswith("hunyuan"):
         return parameters
-    check_number("alpha", alpha)
+    check_positive("alpha", alpha)
     check(size is not None and size > 2, f"alpha needs the size of a head, above 2; found head_dim {describe(size)}")
     base = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
-    check_number("rope_theta", base)
+    check_positive("rope_theta", base)
     return {"rope_type": "default", "rope_theta": base * alpha ** (size / (size - 2))}
 
 

@@ -41,7 +41,7 @@ CASES = {
         "norm": Norm(eps=0.05, unit_offset=True),
         "residual": Residual("after"),
         "activation": "geglu",
-        "projection_norm": True,
+        "projection_norm": "together",
         "attention_softcap": 0.8,
         "logit_softcap": 1.5,
         "logit_scale": 2.0,
@@ -69,7 +69,7 @@ CASES = {
     },
     "parallel, after": {"norm": LAYER, "residual": Residual("after", parallel=True), "activation": "gelu-exact"},
     "no gain": {"norm": Norm("layer", 0.05, gain=False), "activation": "relu-squared", "clip_qkv": 0.7},
-    "learned": {"norm": LAYER, "activation": "xielu", "num_layers": 1},
+    "learned": {"norm": LAYER, "activation": "xielu", "projection_norm": "each", "num_layers": 1},
     "shared": {
         "norm": LAYER,
         "residual": Residual(parallel=True, shared_norm=True),
@@ -81,7 +81,7 @@ CASES = {
     "shared, both": {
         "residual": Residual("both", parallel=True, shared_norm=True, scale=0.5),
         "activation": "relu",
-        "projection_norm": True,
+        "projection_norm": "together",
         "biases": ("qkv",),
         "embedding_norm": True,
     },
@@ -217,8 +217,9 @@ def rotate(x):
 def projected(x, p, c):
     """Queries, keys and values, before they are rotated."""
     q, k, v = (np.einsum("bte,ehd->bthd", x, p[name]) + p.get(f"{name}_bias", 0) for name in "qkv")
-    if c.projection_norm:
-        q, k = (norm(y, p[f"{name}_norm"], c.norm, axes=(-2, -1)) for name, y in (("q", q), ("k", k)))
+    if c.projection_norm != "none":
+        axes = (-2, -1) if c.projection_norm == "together" else (-1,)
+        q, k = (norm(y, p[f"{name}_norm"], c.norm, axes) for name, y in (("q", q), ("k", k)))
     return (q, k, v) if c.clip_qkv is None else tuple(np.clip(y, -c.clip_qkv, c.clip_qkv) for y in (q, k, v))
 
 

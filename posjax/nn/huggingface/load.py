@@ -1,6 +1,7 @@
 """Released models as decoders: each device's part is read directly from the files."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from posjax.nn.huggingface.files import CONFIG, Entry, TensorFolder, open_locati
 from posjax.nn.huggingface.hub import on_disk, pinned
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
-from posjax.nn.huggingface.views import AxisSizes, View, check_shape
+from posjax.nn.huggingface.views import AxisSizes, Index, View, check_shape
 
 NO_MESH = Mesh(np.empty((), object), ())
 """An empty mesh, for work on arrays of single devices."""
@@ -144,7 +145,7 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
 
     def read(parameter: Stored) -> jax.Array:
         reader = partial(_read, source, parameter.view, sizes)
-        names = list(map(find, parameter.tensors))
+        names = [list(map(find, tensors)) for tensors in parameter.by_layer]
         return reader(parameter.leaf, names[0]) if parameter.layers is None else _stacked(reader, parameter.leaf, names)
 
     with jax.set_mesh(NO_MESH):
@@ -160,13 +161,20 @@ def check_dtype(dtype: str | None) -> None:
 class Stored(NamedTuple):
     """A parameter of a decoder, and the tensors that hold it: one, or one for each of its layers if it is in a stack.
 
-    ``leaf`` is the array of the parameter, or its shape and dtype. ``layers`` is None outside a stack.
+    With a view by heads there is a tensor for each of the ``heads`` of a layer. ``leaf`` is the array of the parameter,
+    or its shape and dtype. ``layers`` is None outside a stack.
     """
 
     leaf: Any
     view: View
     tensors: list[str]
     layers: Sequence[int] | None
+    heads: int = 1
+
+    @property
+    def by_layer(self) -> list[list[str]]:
+        """The tensors of each layer."""
+        return [self.tensors[n : n + self.heads] for n in range(0, len(self.tensors), self.heads)]
 
 
 def named_parameters(tree: Any) -> list[tuple[str, Any]]:
@@ -183,9 +191,11 @@ def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Store
         name, layers = _name_and_layers(path, config)
         why = f"the layout of {family.model_type} has no tensor for the parameter {path} of shape {leaf.shape}"
         check(name in views, why)
-        tensor = views[name].name
-        tensors = [tensor] if layers is None else [tensor.format(layer=layer) for layer in layers]
-        stored_parameters.append(Stored(leaf, views[name], tensors, layers))
+        view = views[name]
+        heads = leaf.shape[0 if layers is None else 1] if view.per_head else 1
+        places = itertools.product([None] if layers is None else layers, range(heads))
+        tensors = [view.name.format(layer=layer, head=head) for layer, head in places]
+        stored_parameters.append(Stored(leaf, view, tensors, layers, heads))
     return stored_parameters
 
 
@@ -306,17 +316,25 @@ def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, s
     return jax.tree.map(struct, abstract, dtypes, logical_axes(model))
 
 
-def _read(source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, name: str) -> jax.Array:
-    """A parameter, or one layer of it, from its tensor."""
-    tensor = source.tensor(name)
-    dtype = np.dtype(struct.dtype)
-    view = dataclasses.replace(view, name=name)
-    return jax.make_array_from_callback(
-        struct.shape, _sharding(struct), lambda index: view.read(tensor, sizes, index, dtype)
-    )
+def _read(
+    source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, names: Sequence[str]
+) -> jax.Array:
+    """A parameter, or one layer of it, from its tensor or from those of its heads."""
+    tensors = [source.tensor(name) for name in names]
+    views = [dataclasses.replace(view, name=name) for name in names]
+
+    def one(head: int, index: Index) -> np.ndarray:
+        return views[head].read(tensors[head], sizes, index, np.dtype(struct.dtype))
+
+    def part(index: Index) -> np.ndarray:
+        if not view.per_head:
+            return one(0, index)
+        return np.stack([one(head, index[1:]) for head in range(*index[0].indices(len(names)))])
+
+    return jax.make_array_from_callback(struct.shape, _sharding(struct), part)
 
 
-def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str]) -> jax.Array:
+def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[Sequence[str]]) -> jax.Array:
     """The layers, written one after the other into one array on the devices."""
     whole = _sharding(struct)
     one = jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=_of_layer(whole))

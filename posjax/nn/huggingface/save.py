@@ -180,9 +180,10 @@ def _tensors(config: DecoderConfig, parameters: Sequence[Stored], dtype: str | N
     """Dtype and shape of every tensor, in the order of layers."""
     sizes = sizes_of(config)
     descriptions = {}
-    for leaf, view, tensors, layers in parameters:
-        for layer, name in zip([-1] if layers is None else layers, tensors, strict=True):
-            descriptions[name] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
+    for each in parameters:
+        description = np.dtype(dtype or each.leaf.dtype), each.view.tensor_shape(sizes)
+        for layer, names in zip([-1] if each.layers is None else each.layers, each.by_layer, strict=True):
+            descriptions |= dict.fromkeys(names, (layer, *description))
     ordered = sorted(descriptions.items(), key=lambda item: (item[1][0], item[0]))
     return {name: (kind, shape) for name, (_, kind, shape) in ordered}
 
@@ -208,8 +209,13 @@ def _parts(parameter: Stored) -> Iterator[tuple[str, tuple, np.ndarray]]:
         if parameter.layers is None:
             yield parameter.tensors[0], shard.index, np.asarray(shard.data)
             continue
-        for row, name in enumerate(parameter.tensors):
-            yield name, shard.index[1:], np.asarray(shard.data[row])
+        for row, names in enumerate(parameter.by_layer):
+            index, values = shard.index[1:], np.asarray(shard.data[row])
+            if parameter.view.per_head:
+                heads = range(*index[0].indices(parameter.heads))
+                yield from ((names[head], index[1:], part) for head, part in zip(heads, values, strict=True))
+            else:
+                yield names[0], index, values
 
 
 def files_beside(like: str | Path) -> dict[str, bytes]:

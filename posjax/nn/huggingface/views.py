@@ -26,7 +26,8 @@ class View:
     Brackets on the right join axes, at most once in a pattern. ``-2`` is an axis of two parts in the other order.
 
     Args:
-        name: of the tensor; ``{layer}`` is the number of the layer.
+        name: of the tensor; ``{layer}`` is the number of the layer. With ``{head}`` every head has a tensor of its own,
+            which the pattern describes; the parameter has an axis of heads before the axes of the pattern.
         pattern: the axes, by names of sizes.
         part: the index along the number or sum axis.
     """
@@ -34,6 +35,11 @@ class View:
     name: str
     pattern: str
     part: int | None = None
+
+    @property
+    def per_head(self) -> bool:
+        """Whether every head has a tensor of its own."""
+        return "{head}" in self.name
 
     def tensor_shape(self, sizes: AxisSizes) -> tuple[int, ...]:
         """The shape of the whole tensor."""

@@ -165,6 +165,10 @@ LATER: dict[str, dict] = {
     "glm": LLAMA | {"model_type": "glm", "attention_bias": True, "rope_parameters": PARTIAL},
     "glm4": LLAMA | {"model_type": "glm4", "attention_bias": True, "rope_parameters": PARTIAL},
     "cohere": LLAMA | {"model_type": "cohere", "logit_scale": 0.25, "attention_bias": True, "use_qk_norm": False},
+    # The other keys are those of Command R+ (2024).
+    "cohere-norms": LLAMA
+    | {"model_type": "cohere", "use_qk_norm": True, "attention_bias": False, "attention_dropout": 0.0}
+    | {"layer_norm_eps": 1e-5, "logit_scale": 0.8333333333333334, "rope_theta": 75000000.0, "use_cache": True},
     "starcoder2": LLAMA
     | {"model_type": "starcoder2", "sliding_window": 9, "use_bias": True, "norm_epsilon": 1e-4}
     | {"mlp_type": "default", "norm_type": "layer_norm", "residual_dropout": 0.1},
@@ -172,6 +176,11 @@ LATER: dict[str, dict] = {
     | {"model_type": "stablelm", "use_qkv_bias": True, "num_attention_heads": 2, "partial_rotary_factor": 0.25},
     "stablelm-parallel": WHOLE_HEADS
     | {"model_type": "stablelm", "use_parallel_residual": True, "rope_parameters": PARTIAL},
+    # The other keys are those of StableLM 2 12B.
+    "stablelm-norms": WHOLE_HEADS
+    | {"model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False}
+    | {"partial_rotary_factor": 0.5, "rope_theta": 10000, "layer_norm_eps": 1e-5}
+    | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "tie_word_embeddings": False, "use_cache": True},
     "nemotron": LLAMA | {"model_type": "nemotron", "mlp_bias": True, "partial_rotary_factor": 0.5, "norm_eps": 1e-4},
     "arcee": LLAMA | {"model_type": "arcee", "mlp_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn")},
     "phi": LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},

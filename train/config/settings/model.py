@@ -86,7 +86,7 @@ class ModelConfig:
     residual: ResidualConfig = field(default_factory=ResidualConfig)
     biases: tuple[str, ...] = ()  # those of qkv, output, mlp, head that have a bias
     embedding_norm: bool = False
-    projection_norm: bool = False  # of queries and keys over all heads together
+    projection_norm: Literal["none", "together", "each"] = "none"  # of queries and keys: over all heads, or each head
     clip_qkv: float | None = None  # queries, keys and values are cut off at this magnitude
     embedding_scale: float | None = None  # None is sqrt(model_dim)
     query_scale: float | None = None  # None is head_dim ** -0.5
