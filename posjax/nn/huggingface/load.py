@@ -1,9 +1,9 @@
 """Released models as decoders: each device's part is read directly from the files."""
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from posjax._checks import check, check_choice, describe, nearest
+from posjax._mesh import axes_of
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
 from posjax.nn.huggingface.family import Family, sizes_of
@@ -21,7 +22,7 @@ from posjax.nn.huggingface.files import CONFIG, Entry, TensorFolder, open_locati
 from posjax.nn.huggingface.hub import on_disk, pinned
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
-from posjax.nn.huggingface.views import AxisSizes, Index, View, check_shape
+from posjax.nn.huggingface.views import AxisSizes, View, check_shape
 
 NO_MESH = Mesh(np.empty((), object), ())
 """An empty mesh, for work on arrays of single devices."""
@@ -137,16 +138,18 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
         ValueError: for tensors that are missing, unexpected, of another shape or beyond the range of the dtype, and for
             a head that differs from the embedding although config.json ties them.
     """
-    family, sizes = family_of(values), sizes_of(config)
+    family = family_of(values)
     parameters = stored(family, config, wanted)
     check_tensors(source, family, config, parameters)
     _check_tied(source, family, config)
     find = partial(_find, source, family, config)
 
     def read(parameter: Stored) -> jax.Array:
-        reader = partial(_read, source, parameter.view, sizes)
-        names = [list(map(find, tensors)) for tensors in parameter.by_layer]
-        return reader(parameter.leaf, names[0]) if parameter.layers is None else _stacked(reader, parameter.leaf, names)
+        reader = partial(_read, source, parameter.view, parameter.sizes)
+        names = list(map(find, parameter.tensors))
+        if parameter.layers is None:
+            return reader(parameter.leaf, names[0])
+        return (_stacked if parameter.experts is None else _stacked_experts)(reader, parameter.leaf, names)
 
     with jax.set_mesh(NO_MESH):
         return jax.tree.unflatten(jax.tree.structure(wanted), list(map(read, parameters)))
@@ -161,20 +164,22 @@ def check_dtype(dtype: str | None) -> None:
 class Stored(NamedTuple):
     """A parameter of a decoder, and the tensors that hold it: one, or one for each of its layers if it is in a stack.
 
-    With a view by heads there is a tensor for each of the ``heads`` of a layer. ``leaf`` is the array of the parameter,
-    or its shape and dtype. ``layers`` is None outside a stack.
+    ``leaf`` is the array of the parameter, or its shape and dtype. ``sizes`` are those of the view's axes. ``layers``
+    is None outside a stack. ``experts`` is their number if every expert of a layer has a tensor of its own, or that of
+    heads if every head has; the tensors of a layer are then next to each other.
     """
 
     leaf: Any
     view: View
+    sizes: AxisSizes
     tensors: list[str]
     layers: Sequence[int] | None
-    heads: int = 1
+    experts: int | None = None
 
     @property
-    def by_layer(self) -> list[list[str]]:
-        """The tensors of each layer."""
-        return [self.tensors[n : n + self.heads] for n in range(0, len(self.tensors), self.heads)]
+    def layer_of_tensor(self) -> list[int]:
+        """The layer of every tensor; -1 outside a stack."""
+        return [-1] if self.layers is None else [layer for layer in self.layers for _ in range(self.experts or 1)]
 
 
 def named_parameters(tree: Any) -> list[tuple[str, Any]]:
@@ -185,17 +190,19 @@ def named_parameters(tree: Any) -> list[tuple[str, Any]]:
 
 def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Stored]:
     """Every parameter of a tree with its tensors. Raises ValueError for a parameter without a tensor."""
-    views = family.tensors(config)
+    described = cache(lambda layer: (family.tensors(layer), sizes_of(layer)))
     stored_parameters = []
     for path, leaf in named_parameters(parameters):
         name, layers = _name_and_layers(path, config)
+        views, sizes = described(config.every_layer[0 if layers is None else layers[0]])
         why = f"the layout of {family.model_type} has no tensor for the parameter {path} of shape {leaf.shape}"
         check(name in views, why)
-        view = views[name]
-        heads = leaf.shape[0 if layers is None else 1] if view.per_head else 1
-        places = itertools.product([None] if layers is None else layers, range(heads))
-        tensors = [view.name.format(layer=layer, head=head) for layer, head in places]
-        stored_parameters.append(Stored(leaf, view, tensors, layers, heads))
+        tensor = views[name].name
+        experts = leaf.shape[1] if views[name].of_expert else None
+        numbers = [(layer, expert) for layer in layers or () for expert in range(experts or 1)]
+        of_layers = [tensor.format(layer=layer, expert=expert, head=expert) for layer, expert in numbers]
+        tensors = [tensor] if layers is None else of_layers
+        stored_parameters.append(Stored(leaf, views[name], sizes, tensors, layers, experts))
     return stored_parameters
 
 
@@ -204,7 +211,7 @@ def _name_and_layers(path: str, config: DecoderConfig) -> tuple[str, Sequence[in
     if not path.startswith("stacks/"):
         return path, None
     _, pattern, number, rest = path.split("/", 3)
-    sizes = [(len(schemes), repeats) for schemes, repeats in config.layers.patterns]
+    sizes = [(len(layers), repeats) for layers, repeats in config.patterns]
     before = sum(period * repeats for period, repeats in sizes[: int(pattern)])
     period, repeats = sizes[int(pattern)]
     first = before + int(number)
@@ -213,13 +220,12 @@ def _name_and_layers(path: str, config: DecoderConfig) -> tuple[str, Sequence[in
 
 def check_tensors(source: Source, family: Family, config: DecoderConfig, parameters: Sequence[Stored]) -> None:
     """Raises ValueError for tensors that are missing, unexpected or of another shape than in the config."""
-    sizes = sizes_of(config)
     used = set()
     for parameter in parameters:
         for name in parameter.tensors:
             written = _find(source, family, config, name)
             entry = source.entries[written]
-            check_shape(parameter.view, sizes, written, entry.shape)
+            check_shape(parameter.view, parameter.sizes, written, entry.shape)
             used.add(entry)
     used |= _constants(source, family, config)
     tied = set(_of_tables(source, family, config)) if config.tied_head else ()
@@ -317,24 +323,22 @@ def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, s
 
 
 def _read(
-    source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, names: Sequence[str]
+    source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, names: str | Sequence[str]
 ) -> jax.Array:
-    """A parameter, or one layer of it, from its tensor or from those of its heads."""
-    tensors = [source.tensor(name) for name in names]
-    views = [dataclasses.replace(view, name=name) for name in names]
+    """A parameter, or one layer of it, from its tensor; or several experts of a layer, each from its own tensor."""
+    dtype = np.dtype(struct.dtype)
 
-    def one(head: int, index: Index) -> np.ndarray:
-        return views[head].read(tensors[head], sizes, index, np.dtype(struct.dtype))
+    def part(index, name=names):
+        return dataclasses.replace(view, name=name).read(source.tensor(name), sizes, index, dtype)
 
-    def part(index: Index) -> np.ndarray:
-        if not view.per_head:
-            return one(0, index)
-        return np.stack([one(head, index[1:]) for head in range(*index[0].indices(len(names)))])
+    def parts(index):
+        return np.stack([part(index[1:], name) for name in names[index[0]]])
 
-    return jax.make_array_from_callback(struct.shape, _sharding(struct), part)
+    read = part if isinstance(names, str) else parts
+    return jax.make_array_from_callback(struct.shape, _sharding(struct), read)
 
 
-def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[Sequence[str]]) -> jax.Array:
+def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str]) -> jax.Array:
     """The layers, written one after the other into one array on the devices."""
     whole = _sharding(struct)
     one = jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=_of_layer(whole))
@@ -345,6 +349,41 @@ def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[Seque
         # Wait, so that only one layer at a time is on the host: dispatched work keeps its arguments alive.
         jax.block_until_ready(stack)
     return stack
+
+
+def _stacked_experts(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str]) -> jax.Array:
+    """The experts of all layers, written into one array; every device reads one of its own experts at a time."""
+    whole = _sharding(struct)
+    count = struct.shape[1]
+    shards, own = _of_experts(whole)
+    each = count // shards
+    one = jax.ShapeDtypeStruct((shards, *struct.shape[2:]), struct.dtype, sharding=own)
+    stack = jnp.zeros(struct.shape, struct.dtype, device=whole)
+    put = _put_experts(whole)
+    for row in range(struct.shape[0]):
+        of_layer = names[row * count : (row + 1) * count]
+        for number in range(each):
+            stack = put(stack, read(one, of_layer[number::each]), row, number)
+            jax.block_until_ready(stack)  # so that only one expert of a device at a time is on the host
+    return stack
+
+
+def _of_experts(sharding: Sharding) -> tuple[int, Sharding]:
+    """Over how many shards experts are split, and the sharding of an array with one expert for each of them."""
+    if not isinstance(sharding, NamedSharding):
+        return 1, sharding
+    layer = _of_layer(sharding)
+    return math.prod(layer.mesh.shape[axis] for part in layer.spec[:1] for axis in axes_of(part)), layer
+
+
+def _put_experts(sharding: Sharding) -> Callable:
+    """A program that writes one expert of every shard into a layer's row of a stack."""
+
+    def put(stack, experts, row, number):
+        split = stack.reshape(stack.shape[0], len(experts), -1, *stack.shape[2:])
+        return split.at[row, :, number].set(experts).reshape(stack.shape)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
 def _put(sharding: Sharding) -> Callable:

@@ -16,7 +16,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all, process_allga
 from posjax._checks import check, check_no_pointer, check_positive
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
-from posjax.nn.huggingface.family import Family, check_same, sizes_of
+from posjax.nn.huggingface.family import Family, check_same
 from posjax.nn.huggingface.files import (
     CONFIG,
     COPIED,
@@ -85,7 +85,7 @@ def save_pretrained(
     values = _values(decoder.config, chosen, like_values)
     parameters = stored(chosen, decoder.config, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
     parameters += _constants(chosen, decoder.config, parameters[0].leaf.dtype)
-    tensors = _tensors(decoder.config, parameters, dtype)
+    tensors = _tensors(parameters, dtype)
     values["dtype"] = next(iter(tensors.values()))[0].name
     files, root = open_location(path)
     with reaching(path):
@@ -100,7 +100,7 @@ def save_pretrained(
         if first:
             _prepare(partial, layouts, others)
         sync_global_devices("save_pretrained: created")
-        _write(decoder.config, parameters, layouts, partial)
+        _write(parameters, layouts, partial)
         sync_global_devices("save_pretrained: written")
         if first:
             _publish(partial, files, root)
@@ -110,7 +110,7 @@ def save_pretrained(
 def _constants(family: Family, config: DecoderConfig, dtype: np.dtype) -> list[Stored]:
     """``Family.constants`` as parameters."""
     values = constants(family, config).items()
-    return [Stored(jnp.asarray(value, dtype), View(name, "->"), [name], None) for name, value in values]
+    return [Stored(jnp.asarray(value, dtype), View(name, "->"), {}, [name], None) for name, value in values]
 
 
 def _check_empty(path: str | Path, names: Sequence[str]) -> None:
@@ -176,27 +176,24 @@ def _family(config: DecoderConfig, name: str | None, like: Mapping[str, Any]) ->
     return family_of({"model_type": name} if name is not None else like)
 
 
-def _tensors(config: DecoderConfig, parameters: Sequence[Stored], dtype: str | None) -> dict[str, tuple]:
+def _tensors(parameters: Sequence[Stored], dtype: str | None) -> dict[str, tuple]:
     """Dtype and shape of every tensor, in the order of layers."""
-    sizes = sizes_of(config)
     descriptions = {}
     for each in parameters:
-        description = np.dtype(dtype or each.leaf.dtype), each.view.tensor_shape(sizes)
-        for layer, names in zip([-1] if each.layers is None else each.layers, each.by_layer, strict=True):
-            descriptions |= dict.fromkeys(names, (layer, *description))
+        for layer, name in zip(each.layer_of_tensor, each.tensors, strict=True):
+            descriptions[name] = (layer, np.dtype(dtype or each.leaf.dtype), each.view.tensor_shape(each.sizes))
     ordered = sorted(descriptions.items(), key=lambda item: (item[1][0], item[0]))
     return {name: (kind, shape) for name, (_, kind, shape) in ordered}
 
 
-def _write(config: DecoderConfig, parameters: Sequence[Stored], layouts: list[FileLayout], folder: Path) -> None:
+def _write(parameters: Sequence[Stored], layouts: list[FileLayout], folder: Path) -> None:
     """Writes every shard of this process, and waits for the disk."""
-    sizes = sizes_of(config)
     entries = {name: entry for layout in layouts for name, entry in layout.entries.items()}
     with jax.set_mesh(NO_MESH):
         for parameter in parameters:
             for name, index, values in _parts(parameter):
                 target = writable(folder, entries[name])
-                parameter.view.write(target, sizes, index, values.astype(target.dtype))
+                parameter.view.write(target, parameter.sizes, index, values.astype(target.dtype))
     for layout in layouts:
         sync(folder / layout.file)
 
@@ -209,13 +206,14 @@ def _parts(parameter: Stored) -> Iterator[tuple[str, tuple, np.ndarray]]:
         if parameter.layers is None:
             yield parameter.tensors[0], shard.index, np.asarray(shard.data)
             continue
-        for row, names in enumerate(parameter.by_layer):
-            index, values = shard.index[1:], np.asarray(shard.data[row])
-            if parameter.view.per_head:
-                heads = range(*index[0].indices(parameter.heads))
-                yield from ((names[head], index[1:], part) for head, part in zip(heads, values, strict=True))
-            else:
-                yield names[0], index, values
+        if parameter.experts is None:
+            for row, name in enumerate(parameter.tensors):
+                yield name, shard.index[1:], np.asarray(shard.data[row])
+            continue
+        count = parameter.experts
+        for row, expert in np.ndindex(len(parameter.layers), shard.data.shape[1]):
+            name = parameter.tensors[row * count + (shard.index[1].start or 0) + expert]
+            yield name, shard.index[2:], np.asarray(shard.data[row, expert])
 
 
 def files_beside(like: str | Path) -> dict[str, bytes]:

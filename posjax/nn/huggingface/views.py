@@ -26,8 +26,9 @@ class View:
     Brackets on the right join axes, at most once in a pattern. ``-2`` is an axis of two parts in the other order.
 
     Args:
-        name: of the tensor; ``{layer}`` is the number of the layer. With ``{head}`` every head has a tensor of its own,
-            which the pattern describes; the parameter has an axis of heads before the axes of the pattern.
+        name: of the tensor; ``{layer}`` is the number of the layer. With ``{expert}``, every expert has a tensor of its
+            own; the pattern is that of one expert, and the parameter has an axis of experts in front. The same with
+            ``{head}`` for every head.
         pattern: the axes, by names of sizes.
         part: the index along the number or sum axis.
     """
@@ -37,9 +38,9 @@ class View:
     part: int | None = None
 
     @property
-    def per_head(self) -> bool:
-        """Whether every head has a tensor of its own."""
-        return "{head}" in self.name
+    def of_expert(self) -> bool:
+        """Whether it is the view of one expert, or of one head."""
+        return "{expert}" in self.name or "{head}" in self.name
 
     def tensor_shape(self, sizes: AxisSizes) -> tuple[int, ...]:
         """The shape of the whole tensor."""
