@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from posjax.nn import Decoder, save_pretrained
@@ -223,6 +224,15 @@ LATER: dict[str, dict] = {
 }
 """Families whose parity is in the wide grid alone."""
 CASES |= LATER
+
+
+WHOLE = ("llama", "gpt_oss", "gpt_neox")
+"""Families of different kinds, with every test in the default run. Of the others the wide grid has the parity."""
+
+
+def cases(*default: str) -> list:
+    """The cases as parameters of a test; those that are not named here are in the wide grid."""
+    return [name if name in default else pytest.param(name, marks=pytest.mark.wide) for name in CASES]
 
 
 def random_decoder(values: dict, **changes) -> Decoder:
