@@ -1,6 +1,7 @@
 """Released models as decoders: each device's part is read directly from the files."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from posjax.nn.huggingface.files import CONFIG, Entry, TensorFolder, open_locati
 from posjax.nn.huggingface.hub import on_disk, pinned
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
+from posjax.nn.huggingface.text_parts import TextTensors, part_of, text_values
 from posjax.nn.huggingface.views import AxisSizes, View, check_shape
 
 NO_MESH = Mesh(np.empty((), object), ())
@@ -40,30 +42,45 @@ class Source(Protocol):
         """A whole tensor, memory-mapped if possible."""
 
 
-def read_values(path: str | Path) -> dict[str, Any]:
+def read_values(path: str | Path) -> Mapping[str, Any]:
     """The values of ``config.json`` of a released model, or of the metadata of a GGUF file in the same form.
+
+    Of a release that also sees they are those of its text part, as a model of text alone would have them.
 
     Raises:
         FileNotFoundError: if the folder or the file does not exist.
-        ValueError: for a file that is not JSON.
+        ValueError: for a file that is not JSON, and for a text part that cannot be read.
     """
     if is_gguf(path):
         from posjax.nn.huggingface.gguf import GGUF
 
         return GGUF(path).values
-    files, root = open_location(on_disk(path))
-    with reaching(path):
-        return read_json(files, f"{root}/{CONFIG}")
+    return text_values(_read_config_file(path))
 
 
 def open_source(path: str | Path) -> Source:
-    """The tensors of a folder of safetensors files, or of a GGUF file."""
+    """The tensors of a folder of safetensors files, or of a GGUF file.
+
+    Of a release that also sees they are those of its text part; a warning says what is left out.
+    """
     if is_gguf(path):
         from posjax.nn.huggingface.gguf import GGUF
 
         return GGUF(path)
-    folder = TensorFolder(on_disk(path, tensors=True))
-    return Mxfp4(folder) if is_packed(folder) else folder
+    part = part_of(_read_config_file(path))
+    if part is None:
+        folder = TensorFolder(on_disk(path, tensors=True))
+        return Mxfp4(folder) if is_packed(folder) else folder
+    text = TextTensors(TensorFolder(on_disk(path, tensors=True)), part)
+    others = f"{text.left_out} tensors of {' and '.join(part.others)} are left out"
+    warnings.warn(f"{path}: only the text part of {part.model_type} is read; {others}", stacklevel=3)
+    return text
+
+
+def _read_config_file(path: str | Path) -> dict[str, Any]:
+    files, root = open_location(on_disk(path))
+    with reaching(path):
+        return read_json(files, f"{root}/{CONFIG}")
 
 
 def is_gguf(path: str | Path) -> bool:

@@ -8,6 +8,7 @@ from posjax._checks import check, check_choice, describe
 from posjax.nn.config import DecoderConfig, check_size
 from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, llama_like, olmo_like
 from posjax.nn.huggingface.family import Family, check_same
+from posjax.nn.huggingface.text_parts import text_values
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
@@ -17,15 +18,11 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *
 def family_of(values: Mapping[str, Any]) -> Family:
     """The family of a ``config.json``.
 
-    Raises ValueError for an unknown family, with the known ones; for models of more than text; for quantised tensors.
+    Raises ValueError for an unknown family, with the known ones, and for quantised tensors.
     """
     check("model_type" in values, "config.json lacks model_type: it is not the configuration of a released model")
     name = values["model_type"]
     quantised = values.get("quantization_config")
-    check(
-        not values.get("text_config"),
-        f"config.json: {describe(name)} reads more than text, which Decoder does not; only its text part can be read",
-    )
     check_choice("config.json: model_type", name, tuple(FAMILIES))
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
     check(
@@ -36,12 +33,13 @@ def family_of(values: Mapping[str, Any]) -> Family:
 
 
 def read_config(values: Mapping[str, Any]) -> DecoderConfig:
-    """The ``DecoderConfig`` of a ``config.json``.
+    """The ``DecoderConfig`` of a ``config.json``; of a model of more than text that of its text part.
 
     Raises:
         ValueError: for a family, an activation, a rope type or an option that ``Decoder`` does not have; for missing
             keys.
     """
+    values = text_values(values)
     family = family_of(values)
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
     filled = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
