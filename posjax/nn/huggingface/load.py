@@ -17,7 +17,7 @@ from posjax._checks import check, check_choice, nearest
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
 from posjax.nn.huggingface.family import Family, sizes_of
-from posjax.nn.huggingface.files import CONFIG, Entry, TensorFolder, open_location, reaching, read_json
+from posjax.nn.huggingface.files import CONFIG, Entry, TensorFolder, every, open_location, reaching, read_json
 from posjax.nn.huggingface.hub import on_disk, pinned
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
@@ -68,13 +68,22 @@ def open_source(path: str | Path) -> Source:
 
         return GGUF(path)
     part = part_of(_read_config_file(path))
+    folder = tensor_folder(path)
     if part is None:
-        folder = TensorFolder(on_disk(path, tensors=True))
         return Mxfp4(folder) if is_packed(folder) else folder
-    text = TextTensors(TensorFolder(on_disk(path, tensors=True)), part)
-    others = f"{text.left_out} tensors of {' and '.join(part.others)} are left out"
-    warnings.warn(f"{path}: only the text part of {part.model_type} is read; {others}", stacklevel=3)
-    return text
+    left_out = f"tensors of {' and '.join(part.others)} are left out"
+    warnings.warn(f"{path}: only the text part of {part.model_type} is read; {left_out}", stacklevel=3)
+    return TextTensors(folder)
+
+
+def tensor_folder(path: str | Path) -> TensorFolder:
+    """The tensors of a folder as they are named in its files, of a release that also sees only those of its text part.
+
+    Of a model at the hub their files are downloaded.
+    """
+    part = part_of(_read_config_file(path))
+    needed = every if part is None else part.has
+    return TensorFolder(on_disk(path, needed), needed)
 
 
 def _read_config_file(path: str | Path) -> dict[str, Any]:

@@ -55,18 +55,16 @@ class TextPart:
         if not inner and self.flat:
             inner = {key: value for key, value in values.items() if key not in ("vision_config", "model_type")}
         name = "config.json: text_config"
-        check(
-            isinstance(inner, Mapping), f"{name} of {self.model_type} must be an object, found {describe(inner)}"
-        )
+        check(isinstance(inner, Mapping), f"{name} of {self.model_type} must be an object, found {describe(inner)}")
         kind = inner.get("model_type", next(iter(self.families)))
         check_choice(f"{name}.model_type", kind, tuple(self.families))
         outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
         tokens = {key: values[key] for key in _TOKENS if values.get(key) is not None}
         return {**self.defaults, **outer, **inner, **tokens, "model_type": self.families[kind]}
 
-    def leaves_out(self, tensor: str) -> bool:
-        """Whether a tensor of the files belongs to another part."""
-        return tensor.removeprefix("model.").partition(".")[0] in self.others
+    def has(self, tensor: str) -> bool:
+        """Whether a tensor of the files does not belong to another part."""
+        return tensor.removeprefix("model.").partition(".")[0] not in self.others
 
 
 def _qwen(model_type: str, family: str, defaults: Values, flat: bool = False) -> TextPart:
@@ -125,22 +123,19 @@ def text_values(values: Values) -> Values:
 
 
 class TextTensors:
-    """The tensors of the text part, with the names of its family; those of other parts are left out.
+    """The tensors of a text part, with the names of its family.
 
     Args:
-        folder: the tensors of the files.
-        part: the declaration.
+        folder: the text part's tensors, as the files name them.
 
     Raises:
         ValueError: for a tensor that the files hold under two names.
     """
 
-    def __init__(self, folder: TensorFolder, part: TextPart):
+    def __init__(self, folder: TensorFolder):
         self._folder = folder
-        kept = [name for name in folder.entries if not part.leaves_out(name)]
-        self.left_out = len(folder.entries) - len(kept)
         self._names: dict[str, str] = {}
-        for name in kept:
+        for name in folder.entries:
             other = self._names.setdefault(_own_name(name), name)
             check(other == name, f"the files hold one tensor as {other!r} and as {name!r}")
         self.entries: Mapping[str, Entry] = {ours: folder.entries[name] for ours, name in self._names.items()}

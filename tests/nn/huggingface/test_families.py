@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from nn.huggingface import released
-from nn.huggingface.theirs import TOKENS, assert_close, logits, random_model, torch, transformers
+from nn.huggingface.theirs import TOKENS, assert_close, greedy_tokens, logits, random_model, transformers
 
 from posjax import rotary
 from posjax.nn import Decoder, DecoderConfig, from_pretrained, save_pretrained
@@ -33,15 +33,6 @@ pytestmark = [
 
 PROMPT, NEW = 6, 20
 """Tokens of a prompt, and those that are picked after it."""
-
-
-def generated(model):
-    """The tokens that transformers generates with its cache; no token ends the text."""
-    model.generation_config.eos_token_id = None
-    prompt = torch.tensor(TOKENS[:, :PROMPT])
-    with torch.no_grad():
-        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW)
-    return found[:, PROMPT:].numpy()
 
 
 @nnx.jit
@@ -112,7 +103,9 @@ def test_transformers_reads_what_is_written_back(case, tmp_path):
 @pytest.mark.parametrize("case", cases("gpt_oss"), indirect=True, scope="module")
 def test_greedy_tokens_are_those_of_transformers(case):
     """For LongRoPE they stay within its original length; the test of both lengths below says why."""
-    np.testing.assert_array_equal(greedy(case.decoder, TOKENS[:, :PROMPT]), generated(case.model))
+    np.testing.assert_array_equal(
+        greedy(case.decoder, TOKENS[:, :PROMPT]), greedy_tokens(case.model, TOKENS[:, :PROMPT], NEW)
+    )
 
 
 @pytest.mark.parametrize("case", cases(*WHOLE), indirect=True, scope="module")

@@ -58,9 +58,14 @@ def test_tensors_that_do_not_fit_the_config(name, change, dtype, tmp_path):
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+SMALL_TEXT, FP8 = {"hidden_size": 64}, {"quantization_config": {"quant_method": "fp8"}}
 CONFIGS = [
     ("model_type", "llama", {"model_type": "lama"}),
-    ("gemma3", "gemma3_text", {"model_type": "gemma3", "text_config": {"hidden_size": 64}}),
+    ("llava", "gemma3_text", {"model_type": "llava", "text_config": SMALL_TEXT}),
+    ("text_config", "gemma3_text", {"model_type": "gemma3"}),
+    ("text_config", "gemma3_text", {"model_type": "gemma3", "text_config": []}),
+    ("text_config.model_type", "mistral", {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}),
+    ("fp8", "mistral", {"model_type": "mistral3", "text_config": SMALL_TEXT} | FP8),
     ("gptq", "llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     ("hidden_act", "llama", {"hidden_act": "silly"}),
     ("rope_type", "llama", {"rope_parameters": released.rope(1e4, rope_type="yarm")}),

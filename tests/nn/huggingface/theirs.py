@@ -12,11 +12,11 @@ transformers = pytest.importorskip("transformers")
 TOKENS = np.random.default_rng(0).integers(3, released.VOCAB, (2, 40))
 
 
-def random_model(values):
+def random_model(values, kind=transformers.AutoModelForCausalLM):
     """A random model of transformers; its biases and the gains of its norms are far from 0 and 1."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**values)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    model = kind.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -27,6 +27,15 @@ def random_model(values):
 def logits(model, tokens):
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.float().numpy()
+
+
+def greedy_tokens(model, prompts, new):
+    """The tokens that transformers generates with its cache; no token ends the text."""
+    model.generation_config.eos_token_id = None
+    prompt = torch.tensor(prompts)
+    with torch.no_grad():
+        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new)
+    return found[:, prompt.shape[1] :].numpy()
 
 
 def assert_close(found, wanted):
