@@ -44,7 +44,8 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
     filled = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
     filled |= {key: None for key in (*family.defaults, *_ROPE) if key in values and values[key] is None}
-    for key, wanted in (_FIXED | dict(family.fixed)).items():
+    others = {key: wanted for key, wanted in _FIXED.items() if key not in family.defaults}
+    for key, wanted in (others | dict(family.fixed)).items():
         fits = wanted if isinstance(wanted, tuple) else (wanted,)
         setting = values.get(key, fits[0])
         why = f"config.json: {key} {describe(setting)} is an option that Decoder does not have; {fits[0]!r} would work"
@@ -63,7 +64,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 _FIXED = {"is_causal": True, "per_layer_config": None, "transformers_weights": None}
-"""Options that no family supports, each with the only value that is accepted."""
+"""Options that families without a default for them do not support, each with the only value that is accepted."""
 _NEEDED = ("vocab_size", "model_dim", "num_layers", "num_heads")
 
 
@@ -85,12 +86,12 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 """The kinds of values in ``config.json``, in words and as a test."""
 _KEYS = {
     **dict.fromkeys(("layer_types", "no_rope_layers"), list),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), dict),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config", "per_layer_config"), dict),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv"), float),
     "attention_multiplier": float,
-    **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn"), int),
+    **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn", "num_global_key_value_heads"), int),
 }
 """Keys of several families whose kind does not follow from a default."""
 _ROPE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
@@ -103,6 +104,8 @@ _MAY_BE_NONE = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "clip_qkv",
+    "per_layer_config",
+    "num_global_key_value_heads",
 )
 
 
@@ -127,7 +130,7 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """
     for name in BY_LAYER:
         fits = name in family.by_layer or not isinstance(getattr(config, name), tuple)
-        check(fits, f"{name}: the layout of {family.model_type} has one number for all layers")
+        check(fits, f"{name}: the layout of {family.model_type} has one for all layers")
     values = {key: getattr(config, field) for key, field in family.keys.items() if getattr(config, field) is not None}
     values |= {"model_type": family.model_type, "architectures": [family.architecture]}
     values |= family.write_basics(config) | family.write(config)

@@ -79,6 +79,9 @@ _QWEN2_VL = {
     "max_window_layers": 80,
     "rope_theta": 1e6,
 }
+_GEMMA4_OTHERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+_UNIFIED_OTHERS = ("vision_embedder", "embed_vision", "embed_audio")
+_GEMMA4_SIZES = {"vocab_size": 262_144, "hidden_size": 2304, "num_hidden_layers": 30, "num_attention_heads": 8}
 _PARTS = (
     TextPart(
         "gemma3",
@@ -87,6 +90,8 @@ _PARTS = (
         # Gemma 3 4B says only width, depth, scaling and window; the other sizes are those of Gemma3TextConfig.
         {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8},
     ),
+    TextPart("gemma4", {"gemma4_text": "gemma4_text"}, _GEMMA4_OTHERS, _GEMMA4_SIZES),
+    TextPart("gemma4_unified", {"gemma4_unified_text": "gemma4_unified_text"}, _UNIFIED_OTHERS, _GEMMA4_SIZES),
     TextPart(
         "mistral3",
         {"mistral": "mistral", "ministral3": "ministral3"},

@@ -112,6 +112,26 @@ STATED = {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow"
 PARTIAL = rope(1e4, partial_rotary_factor=0.5)
 WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
 MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
+GEMMA4 = LLAMA | {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 3,
+    "layer_types": [*MIXED[:2], "full_attention"],
+    "sliding_window": 9,
+    "attention_k_eq_v": True,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "use_bidirectional_attention": "vision",
+    "vocab_size_per_layer_input": VOCAB,
+    "rope_parameters": {
+        "full_attention": rope(1e6, rope_type="proportional", partial_rotary_factor=0.25),
+        "sliding_attention": rope(1e4),
+    },
+}
 # The keys of a release's config.json that change nothing here are among them.
 LATER: dict[str, dict] = {
     "ministral": LLAMA | {"model_type": "ministral", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9},
@@ -144,6 +164,7 @@ LATER: dict[str, dict] = {
     "vaultgemma": LLAMA
     | {"model_type": "vaultgemma", "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24}
     | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma4_text": GEMMA4,
     "gemma": LLAMA | {"model_type": "gemma", "attention_bias": True, "hidden_act": "gelu"},
     "olmo3": LLAMA
     | {"model_type": "olmo3", "num_hidden_layers": 5, "sliding_window": 9, "attention_bias": True}
@@ -184,6 +205,7 @@ QWEN_SIGHT = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size"
 QWEN_SIGHT |= {"patch_size": 4, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]}
 QWEN_TOKENS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
 MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
+GEMMA4_SIGHT = SIGHT | {"num_key_value_heads": 2, "position_embedding_size": 16}
 # The text part's keys are those of a release's config.json, in sizes for tests.
 TEXT_PARTS: dict[str, dict] = {
     "gemma3": {
@@ -194,6 +216,23 @@ TEXT_PARTS: dict[str, dict] = {
         "text_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "vocab_size": VOCAB}
         | {"model_type": "gemma3_text", "sliding_window": 9, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
         "vision_config": SIGHT,
+    },
+    # Gemma 4 31B has these keys, with heads of 256 and 512 channels, and its last layer is the sixth of a period.
+    "gemma4": {
+        "model_type": "gemma4",
+        "tie_word_embeddings": True,
+        "text_config": GEMMA4,
+        "vision_config": GEMMA4_SIGHT,
+    },
+    "gemma4-own-values": {
+        "model_type": "gemma4",
+        "text_config": GEMMA4
+        | {"attention_k_eq_v": False, "attention_bias": True, "num_global_key_value_heads": None}
+        | {"num_hidden_layers": 8, "layer_types": None, "use_bidirectional_attention": None},
+    },
+    "gemma4_unified": {
+        "model_type": "gemma4_unified",
+        "text_config": GEMMA4 | {"model_type": "gemma4_unified_text"},
     },
     "mistral3": {
         "model_type": "mistral3",

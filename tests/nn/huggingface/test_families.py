@@ -159,7 +159,10 @@ def test_texts_within_and_beyond_the_original_length(values, tmp_path):
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 SIZES = {"vocab_size", "model_dim", "num_layers", "num_heads"}
-CHOSEN = {"granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"], "num_hidden_layers": 1}}
+CHOSEN = {
+    "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"], "num_hidden_layers": 1},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+}
 """Of families whose default model cannot be read: what a readable one says."""
 
 

@@ -21,6 +21,9 @@ def random_model(values, kind=transformers.AutoModelForCausalLM):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.add_(torch.empty_like(buffer).uniform_(-0.3, 0.3))
     return model
 
 
