@@ -71,7 +71,7 @@ def open_source(path: str | Path) -> Source:
     folder = tensor_folder(path)
     if part is None:
         return Mxfp4(folder) if is_packed(folder) else folder
-    left_out = f"tensors of {' and '.join(part.others)} are left out"
+    left_out = f"tensors of {', '.join(part.others)} are left out"
     warnings.warn(f"{path}: only the text part of {part.model_type} is read; {left_out}", stacklevel=3)
     return TextTensors(folder)
 
