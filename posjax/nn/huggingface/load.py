@@ -120,7 +120,8 @@ def from_pretrained(
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec; a
             local GGUF file; or a name at the Hugging Face hub, ``"org/name"`` or ``"org/name@revision"`` (a branch, a
             tag or a commit), unless a local folder has that name. What is needed of it is downloaded into the cache of
-            ``huggingface_hub``. The families are those of ``nn.huggingface.FAMILIES``.
+            ``huggingface_hub``. The families are those of ``nn.huggingface.FAMILIES``. Of releases that also see, those
+            of ``nn.huggingface.TEXT_PARTS``, the text part is read, and a warning says what is left out.
         dtype: of the parameters; None for the dtypes of the files. Numbers of the files that are infinite or NaN stay.
         sharding: computes the sharding of a parameter from the logical names of its axes and its shape; see
             ``logical_axes``. When left out all parameters are on one device.

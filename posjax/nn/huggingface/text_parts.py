@@ -19,10 +19,10 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""How names of the text part's tensors begin, in files of transformers 5 and 4, and in files of text alone."""
+"""How names of the text part's tensors begin in files, and how they begin in a model of text alone."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OUTER = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
-"""Keys of the text part that many releases have outside of ``text_config`` alone."""
+"""Other keys of the text part that many releases have only outside of ``text_config``."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Parity is in the wide grid; the default run has the config, the names of tensors and what is refused.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -115,7 +116,7 @@ def whole(decoder, folder, names):
         return found | {before + name: tensor for name, tensor in OTHERS.items()}
 
     path = rewritten(decoder, folder, renamed)
-    released.write_config(path, {"model_type": "gemma3", "text_config": INNER})
+    released.write_config(path, {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": INNER})
     return path
 
 
@@ -128,7 +129,8 @@ def test_the_text_part_has_its_own_names_and_a_warning_says_what_is_left_out(nam
     assert found.config == wanted.config
     jax.tree.map(np.testing.assert_array_equal, *(released.parameters(each) for each in (found, wanted)))
     save_pretrained(found, tmp_path / "back", like=folder)
-    assert released.config_of(tmp_path / "back")["model_type"] == "gemma3_text"
+    written = released.config_of(tmp_path / "back")
+    assert (written["model_type"], written["eos_token_id"]) == ("gemma3_text", [1, 106])
     released.assert_same_tensors(tmp_path / "back", tmp_path / "before")
 
 
@@ -175,9 +177,13 @@ def test_older_releases_have_the_keys_of_text_outside(name):
     assert read_config(flat) == read_config(transformers.AutoConfig.for_model(**flat).to_dict())
 
 
-def test_end_tokens_are_those_outside_of_text_config(tmp_path):
-    folder = whole(released.random_decoder(GEMMA), tmp_path, NAMES["transformers 4"])
-    released.write_config(folder, {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": INNER})
-    with pytest.warns(UserWarning, match="gemma3"):
-        save_pretrained(from_pretrained(folder), tmp_path / "back", like=folder)
-    assert released.config_of(tmp_path / "back")["eos_token_id"] == [1, 106]
+@pytest.mark.parametrize("name", released.TEXT_PARTS)
+def test_every_key_of_text_config_may_be_missing_or_of_any_kind(name):
+    """The text part is then read, or refused with a ValueError and no other error."""
+    values = released.TEXT_PARTS[name]
+    inner = values["text_config"]
+    for key in inner:
+        for changed in ({}, *({key: wrong} for wrong in (None, "x", [], {"a": 1}, -1, 1.5, True))):
+            rest = {other: value for other, value in inner.items() if other != key}
+            with contextlib.suppress(ValueError):
+                read_config(values | {"text_config": rest | changed})
