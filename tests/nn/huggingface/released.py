@@ -114,6 +114,7 @@ WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
 MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
 GEMMA4 = LLAMA | {
     "model_type": "gemma4_text",
+    "initializer_range": 0.05,  # scores are not divided by the root of the size, so larger ones round more
     "num_hidden_layers": 3,
     "layer_types": [*MIXED[:2], "full_attention"],
     "sliding_window": 9,
@@ -228,7 +229,7 @@ TEXT_PARTS: dict[str, dict] = {
         "model_type": "gemma4",
         "text_config": GEMMA4
         | {"attention_k_eq_v": False, "attention_bias": True, "num_global_key_value_heads": None}
-        | {"num_hidden_layers": 8, "layer_types": None, "use_bidirectional_attention": None},
+        | {"num_hidden_layers": 7, "layer_types": None, "use_bidirectional_attention": None},
     },
     "gemma4_unified": {
         "model_type": "gemma4_unified",
