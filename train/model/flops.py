@@ -123,7 +123,8 @@ def product_width(layer: DecoderConfig) -> int:
     hidden = (3 if layer.gated else 2) * layer.mlp_dim
     hidden = hidden if experts is None else experts.per_token * hidden + experts.count
     queries = layer.num_heads * (scheme.query_size(size) + size)
-    return queries + layer.num_kv_heads * (scheme.key_size(size) + size) + hidden
+    values = 0 if layer.keys_as_values else size
+    return queries + layer.num_kv_heads * (scheme.key_size(size) + values) + hidden
 
 
 def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -> float:
