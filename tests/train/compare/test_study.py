@@ -275,8 +275,8 @@ def test_what_needs_more_memory_is_left_for_a_larger_machine(values, tmp_path, m
     def exhausted(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    def read(predictor, parameters, tokens, last):
-        return exhausted() if len(tokens) == 65 else perplexity_in_one_window(predictor, parameters, tokens, last)
+    def read(predictor, parameters, tokens, *sizes):
+        return exhausted() if len(tokens) == 65 else perplexity_in_one_window(predictor, parameters, tokens, *sizes)
 
     monkeypatch.setattr(running, "perplexity_in_one_window", read)
     monkeypatch.setattr("train.compare.study.search.search_factors", exhausted)
