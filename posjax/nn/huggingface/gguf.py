@@ -9,9 +9,11 @@ import numpy as np
 from posjax._checks import POINTER, check, check_choice, check_no_pointer, describe
 from posjax.nn.huggingface.files import Entry
 from posjax.nn.huggingface.gguf_architectures import architecture_of
+from posjax.nn.huggingface.gguf_frequencies import scaling_of_divisors
 from posjax.nn.huggingface.gguf_tokenizer import tokenizer_files
 
 _SCALINGS = {"linear": "linear", "yarn": "yarn"}
+_DIVISORS = "rope_freqs.weight"
 _SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned")
 
 
@@ -38,10 +40,7 @@ class GGUF:
         self._architecture = architecture_of(self._name, path)
         check(not self._own("expert_count"), f"{path} is a mixture of experts, which Decoder does not have")
         self._tensors = {self._architecture.name(tensor.name): tensor for tensor in self._reader.tensors}
-        check(
-            "rope_freqs.weight" not in self._tensors,
-            f"{path} has its own frequencies (rope_freqs.weight), but not their rule; read the model's safetensors",
-        )
+        self._divisors = self._tensors.pop(_DIVISORS, None)
         self._check_keys()
         check("model.embed_tokens.weight" in self._tensors, f"{path} has no tensor token_embd.weight")
         for key in ("embedding_length", "attention.head_count"):
@@ -125,11 +124,20 @@ class GGUF:
         check(not others, f"{others[0] if others else None} is a part of a rope scaling that is not supported")
         kind = self._own("rope.scaling.type")
         if kind in (None, "none"):
-            return None
+            return None if self._divisors is None else self._scaling_by_tensor()
+        check(self._divisors is None, f"{self._name}.rope.scaling.type {kind!r} beside the tensor {_DIVISORS}")
         check_choice(f"{self._name}.rope.scaling.type", kind, tuple(_SCALINGS))
         original = self._own("rope.scaling.original_context_length")
         scaling = {"rope_type": _SCALINGS[kind], "factor": self._own("rope.scaling.factor")}
         return scaling | ({"original_max_position_embeddings": original} if original and kind == "yarn" else {})
+
+    def _scaling_by_tensor(self) -> dict[str, Any] | None:
+        """The scaling of a file that stores what each frequency is divided by, as those of Llama 3.1 and later do."""
+        keys = ("rope.freq_base", "rope.scaling.original_context_length", "context_length")
+        base, original, length = map(self._own, keys)
+        check(None not in (base, length), f"{_DIVISORS} needs {self._name}.rope.freq_base and context_length")
+        divisors = np.asarray(self._divisors.data, np.float64).ravel()
+        return scaling_of_divisors(divisors, base, self._head_dim, original, length)
 
 
 def _reader(path: str | Path) -> Any:

@@ -28,7 +28,7 @@ class Architecture:
 
     model_type: str
     activation: tuple[str, str] = ("hidden_act", "silu")
-    layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"ffn_norm": "post_attention_layernorm"})
+    layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _MLP_NORM)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     read: Callable[[Get], dict[str, Any]] = lambda get: {}
     understood: tuple[str, ...] = ("attention.value_length",)
@@ -72,6 +72,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_MLP_NORM = {"ffn_norm": "post_attention_layernorm"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
@@ -100,6 +101,8 @@ def _gemma3(get: Get) -> dict[str, Any]:
 
 ARCHITECTURES = {
     "llama": Architecture("llama", paired=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", layer=_HEAD_NORMS | _MLP_NORM),
     "gemma3": Architecture(
         "gemma3_text",
         activation=("hidden_activation", "gelu_pytorch_tanh"),
