@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from posjax._checks import POINTER, check, check_choice, check_no_pointer, describe
+from posjax._checks import check, check_choice, describe
 from posjax.nn.huggingface.files import Entry
 from posjax.nn.huggingface.gguf_architectures import architecture_of
+from posjax.nn.huggingface.gguf_file import read_header, read_tensor
 from posjax.nn.huggingface.gguf_frequencies import scaling_of_divisors
 from posjax.nn.huggingface.gguf_tokenizer import tokenizer_files
 
@@ -34,19 +35,20 @@ class GGUF:
         check("://" not in str(path), f"{path}: a GGUF file must be local; download it first")
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no {path}")
-        self._reader = _reader(path)
-        self._fields = self._reader.fields
+        _check_package()
+        self._path = path
+        self._metadata, tensors = read_header(path)
         self._name = self._get("general.architecture")
         self._architecture = architecture_of(self._name, path)
         check(not self._own("expert_count"), f"{path} is a mixture of experts, which Decoder does not have")
-        self._tensors = {self._architecture.name(tensor.name): tensor for tensor in self._reader.tensors}
+        self._tensors = {self._architecture.name(name): tensor for name, tensor in tensors.items()}
         self._divisors = self._tensors.pop(_DIVISORS, None)
         self._check_keys()
         check("model.embed_tokens.weight" in self._tensors, f"{path} has no tensor token_embd.weight")
         for key in ("embedding_length", "attention.head_count"):
             check(self._own(key) is not None, f"{path} has no {self._name}.{key}")
         self.entries: Mapping[str, Entry] = {
-            name: Entry(str(path), tensor.data_offset, np.dtype(np.float32), tuple(map(int, reversed(tensor.shape))))
+            name: Entry(str(path), tensor.offset, np.dtype(np.float32), tensor.shape)
             for name, tensor in self._tensors.items()
         }
 
@@ -55,7 +57,7 @@ class GGUF:
         known = {f"{self._name}.{key}" for key in (*self._architecture.all_keys, *self._architecture.understood)}
         parts = ("attention.", "logit_scale", "embedding_scale", "residual_scale", "final_logit_softcapping")
         changing = tuple(f"{self._name}.{part}" for part in parts)
-        others = [key for key in self._fields if key.startswith(changing) and key not in known]
+        others = [key for key in self._metadata if key.startswith(changing) and key not in known]
         check(not others, f"{others[0] if others else None} changes what the model computes; read its safetensors")
 
     @property
@@ -86,10 +88,7 @@ class GGUF:
 
     def tensor(self, name: str) -> np.ndarray:
         """A tensor in float32, with the rows and the gains of Hugging Face."""
-        from gguf.quants import dequantize
-
-        stored = self._tensors[name]
-        rows = np.asarray(dequantize(stored.data, stored.tensor_type), np.float32).reshape(self.entries[name].shape)
+        rows = read_tensor(self._path, self._tensors[name])
         if name.endswith("norm.weight"):
             return rows - np.float32(self._architecture.norm_offset)
         heads = {"self_attn.q_proj": "head_count", "self_attn.k_proj": "head_count_kv"}
@@ -102,8 +101,7 @@ class GGUF:
         return tokenizer_files(self._get)
 
     def _get(self, key: str) -> Any:
-        field = self._fields.get(key)
-        return None if field is None else field.contents()
+        return self._metadata.get(key)
 
     def _own(self, key: str) -> Any:
         """The value of a key of the architecture."""
@@ -120,7 +118,7 @@ class GGUF:
 
     def _scaling(self) -> dict[str, Any] | None:
         known = [f"{self._name}.rope.scaling.{key}" for key in _SCALING_KEYS]
-        others = [key for key in self._fields if key.startswith(f"{self._name}.rope.scal") and key not in known]
+        others = [key for key in self._metadata if key.startswith(f"{self._name}.rope.scal") and key not in known]
         check(not others, f"{others[0] if others else None} is a part of a rope scaling that is not supported")
         kind = self._own("rope.scaling.type")
         if kind in (None, "none"):
@@ -136,21 +134,15 @@ class GGUF:
         keys = ("rope.freq_base", "rope.scaling.original_context_length", "context_length")
         base, original, length = map(self._own, keys)
         check(None not in (base, length), f"{_DIVISORS} needs {self._name}.rope.freq_base and context_length")
-        divisors = np.asarray(self._divisors.data, np.float64).ravel()
+        divisors = read_tensor(self._path, self._divisors).astype(np.float64)
         return scaling_of_divisors(divisors, base, self._head_dim, original, length)
 
 
-def _reader(path: str | Path) -> Any:
+def _check_package() -> None:
     try:
-        from gguf import GGUFReader
+        import gguf  # noqa: F401
     except ModuleNotFoundError:
         raise ModuleNotFoundError("a GGUF file needs the package gguf: pip install posjax[hf]") from None
-    with open(path, "rb") as file:
-        check_no_pointer(file.read(len(POINTER)), path)
-    try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
