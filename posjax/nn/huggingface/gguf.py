@@ -43,6 +43,8 @@ class GGUF:
         check(not self._own("expert_count"), f"{path} is a mixture of experts, which Decoder does not have")
         self._tensors = {self._architecture.name(name): tensor for name, tensor in tensors.items()}
         self._divisors = self._tensors.pop(_DIVISORS, None)
+        parts = self._get("split.count") or 1
+        check(parts == 1, f"{path} is one of {parts} parts of a model; merge them by llama-gguf-split --merge")
         self._check_keys()
         check("model.embed_tokens.weight" in self._tensors, f"{path} has no tensor token_embd.weight")
         for key in ("embedding_length", "attention.head_count"):
