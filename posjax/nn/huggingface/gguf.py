@@ -83,7 +83,8 @@ class GGUF:
             "tie_word_embeddings": "lm_head.weight" not in self.entries,
             **dict([architecture.activation]),
             **settings,
-            **architecture.read(self._own),
+            "head_dim": size,
+            **architecture.read(self._own, size),
             **({"rope_scaling": scaling} if scaling else {}),
             **{key: value for key, value in ids.items() if value is not None},
         }

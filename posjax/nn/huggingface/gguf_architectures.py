@@ -20,7 +20,7 @@ class Architecture:
         activation: the key and the value of ``config.json``, which the file does not say.
         layer: the names of the tensors of a layer, beside those that all architectures have in common.
         keys: keys of the metadata that are keys of ``config.json``, beside those in common.
-        read: computes other values of ``config.json`` from the metadata.
+        read: computes other values of ``config.json`` from the metadata and the number of channels of a head.
         understood: keys beside those that `read` uses, or that change nothing.
         paired: whether the rows of queries and keys are in llama.cpp's order: both channels of a plane side by side.
         norm_offset: what the file adds to the gains of norms.
@@ -30,7 +30,7 @@ class Architecture:
     activation: tuple[str, str] = ("hidden_act", "silu")
     layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _MLP_NORM)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    read: Callable[[Get], dict[str, Any]] = lambda get: {}
+    read: Callable[[Get, int], dict[str, Any]] = lambda get, head_dim: {}
     understood: tuple[str, ...] = ("attention.value_length",)
     paired: bool = False
     norm_offset: float = 0.0
@@ -85,15 +85,15 @@ _GEMMA3_LOCAL_BASE = 10_000.0  # of the layers with windows, in files that do no
 _GEMMA3_27B_LAYERS = 62  # the release whose queries are scaled by another width than the head's
 
 
-def _gemma3(get: Get) -> dict[str, Any]:
+def _gemma3(get: Get, head_dim: int) -> dict[str, Any]:
     """What llama.cpp knows of Gemma 3 without being told: the layers with windows, their base, the scale of queries."""
-    values = {"rope_local_base_freq": get("rope.freq_base_swa") or _GEMMA3_LOCAL_BASE}
-    width, heads = get("embedding_length"), get("attention.head_count")
-    whole = get("block_count") == _GEMMA3_27B_LAYERS
-    values["query_pre_attn_scalar"] = float(width // heads if whole else get("attention.key_length"))
+    layers = get("block_count") or 0
+    width = get("embedding_length") // get("attention.head_count") if layers == _GEMMA3_27B_LAYERS else head_dim
+    base = get("rope.freq_base_swa") or _GEMMA3_LOCAL_BASE
+    values = {"rope_local_base_freq": base, "query_pre_attn_scalar": float(width)}
     pattern = get("attention.sliding_window_pattern")
     if not get("attention.sliding_window"):
-        return values | {"layer_types": [FULL] * get("block_count")}
+        return values | {"layer_types": [FULL] * layers}
     if isinstance(pattern, list):
         return values | {"layer_types": [SLIDING if local else FULL for local in pattern]}
     return values | {"sliding_window_pattern": _GEMMA3_PERIOD if pattern is None else int(pattern)}

@@ -178,7 +178,7 @@ def test_numbers_of_the_metadata_are_those_that_were_written(tmp_path):
     write(tmp_path / "tiny.gguf", edit=edit)
     values = read_values(tmp_path / "tiny.gguf")
     wanted = {key: VALUES[key] for key in VALUES if key not in ("initializer_range", "pad_token_id")}
-    assert values == wanted | {"bos_token_id": 1, "eos_token_id": 2}
+    assert values == wanted | {"bos_token_id": 1, "eos_token_id": 2, "head_dim": 16}
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
