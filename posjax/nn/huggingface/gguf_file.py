@@ -62,13 +62,16 @@ class _Cursor:
         self._content, self.place = content, place
 
     def number(self, kind: str) -> Any:
+        """A number of a NumPy kind."""
         return self.numbers(kind, 1)[0]
 
     def numbers(self, kind: str, count: int) -> list[Any]:
+        """Several numbers of one kind."""
         dtype = np.dtype(kind).newbyteorder("<")
         return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
 
     def text(self) -> str:
+        """A text, after its length in bytes."""
         (length,) = struct.unpack("<Q", self._take(8))
         return self._take(length).decode("utf-8", errors="replace")
 
