@@ -11,6 +11,11 @@ Get = Callable[[str], Any]
 """The value of a key of a file's metadata, without the architecture before it; None if the file lacks the key."""
 
 
+def _nothing(get: Get, head_dim: int) -> dict[str, Any]:
+    """No values: those of architectures whose metadata say all by their keys."""
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """A family of released models as llama.cpp stores it.
@@ -30,7 +35,7 @@ class Architecture:
     activation: tuple[str, str] = ("hidden_act", "silu")
     layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _MLP_NORM)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    read: Callable[[Get, int], dict[str, Any]] = lambda get, head_dim: {}
+    read: Callable[[Get, int], dict[str, Any]] = _nothing
     understood: tuple[str, ...] = ("attention.value_length",)
     paired: bool = False
     norm_offset: float = 0.0
