@@ -5,6 +5,7 @@ import json
 import hub
 import numpy as np
 import pytest
+from nn.huggingface import test_gguf
 from released_models import few_steps, write_released
 
 from posjax.nn.huggingface.load import read_values
@@ -72,6 +73,21 @@ def test_generate_and_export_take_a_name(served, folder, capsys):
     assert texts[0] == texts[1] == texts[2]
     assert cli.main(["export", NAME, "copy"]) == 0, capsys.readouterr().err
     assert read_values("copy")["hidden_size"] == read_values(folder)["hidden_size"]
+
+
+def test_generate_takes_a_gguf_file(served, tmp_path, capsys):
+    (tmp_path / "files").mkdir()
+    path = tmp_path / "files" / "tiny.gguf"
+    tokenizer = test_gguf.trained("gpt-2")
+    values = test_gguf.VALUES | {"vocab_size": tokenizer.get_vocab_size()}
+    test_gguf.write(path, values, edit=test_gguf.with_tokenizer(tokenizer, "gpt-2"))
+    served.add("people/files", path.parent)
+    texts = []
+    for model in (str(path), "people/files/tiny.gguf"):
+        command = ["generate", model, "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]
+        assert cli.main(command) == 0, capsys.readouterr().err
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
 
 
 def test_mistakes_are_one_line(served, capsys):

@@ -105,8 +105,9 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     check_no_pointer(system.cat_file(path, 0, len(POINTER)), f"data.tokenizer: {path}")
     if path.endswith(".gguf"):
         from posjax.nn.huggingface.gguf import GGUF  # imports flax, which other tokenizers do not need
+        from posjax.nn.huggingface.hub import file_on_disk
 
-        files = GGUF(config.tokenizer).tokenizer_files()
+        files = GGUF(file_on_disk(config.tokenizer)).tokenizer_files()
         declared = _named(json.loads(files["tokenizer_config.json"]))
         return HuggingFaceTokenizer(files["tokenizer.json"].encode(), declared, config.tokenizer, own)
     content = system.cat_file(path)

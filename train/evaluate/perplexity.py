@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from train.evaluate.mesh import whole
-from train.evaluate.predictor import Predictor, next_nll
+from train.evaluate.predictor import Predictor, next_at, next_nll
 from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, whole_windows
 from train.report.numbers import MEASURES
 from train.runtime.lines import in_a_line
@@ -194,22 +194,47 @@ def scoring(predictor: Predictor, rows: int, length: int) -> tuple[Any, tuple[ja
 
 
 def perplexity_in_one_window(
-    predictor: Predictor, parameters: Any, tokens: Int[np.ndarray, "length+1"], last_length: int
+    predictor: Predictor,
+    parameters: Any,
+    tokens: Int[np.ndarray, "length+1"],
+    last_length: int,
+    by_position: bool = True,
 ) -> Perplexity:
-    """The `last` NLL of one window in nats per token, and that by position, from a single pass, with its memory.
+    """The `last` NLL of one window in nats per token, from a single pass, with its memory.
 
-    Raises ValueError for a length that the model refuses.
+    Also the NLL by position, which needs the logits of every token; without it only those of the `last` ones are
+    computed. Raises ValueError for a length that the model refuses.
     """
-    length, rows = len(tokens) - 1, predictor.filled(1)
-    program, shapes = scoring(predictor, rows, length)
+    length, first = len(tokens) - 1, 0 if by_position else len(tokens) - 1 - last_length
+    rows = predictor.filled(1)
+    program, shapes = _scoring_from(predictor, rows, length, first)
     score = program.lower(parameters, *shapes).compile()
+    windows = whole_windows([tokens], length)
+    windows.weights[:, :first] = 0
     start = time.perf_counter()
-    losses = losses_of(score, parameters, whole_windows([tokens], length), rows)
+    losses = losses_of(score, parameters, windows, rows)
     costs = {"tokens_per_second": length / (time.perf_counter() - start), "memory_bytes": _memory(score)}
     if losses.error:
         return Perplexity(length, error=losses.error, **costs)
     last = {"last_nll": losses.mean(last_length), "last_length": last_length, "last_tokens": last_length}
-    return Perplexity(length, **last, **losses.by_position(), **costs)
+    return Perplexity(length, **last, **(losses.by_position() if by_position else {}), **costs)
+
+
+def _scoring_from(
+    predictor: Predictor, rows: int, length: int, first: int
+) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """As `scoring`, with the logits of the positions from `first` on only; the NLL before them is 0."""
+    if first == 0:
+        return scoring(predictor, rows, length)
+
+    def position_nll(parameters, tokens, weights):
+        at = jnp.broadcast_to(jnp.arange(first, length), (rows, length - first))
+        nll = next_at(predictor, parameters, tokens, at, length)[1]
+        weights = weights[:, first:]
+        total = whole(jnp.sum(jnp.where(weights > 0, weights * nll, 0), axis=0))
+        return jnp.pad(total, (first, 0))
+
+    return jax.jit(position_nll), scoring(predictor, rows, length)[1]
 
 
 def _memory(compiled: Any) -> int | None:

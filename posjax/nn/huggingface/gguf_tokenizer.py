@@ -13,15 +13,25 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_BY_LLAMA3 = {"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False}
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    """Words by a pattern, then bytes as letters."""
+    words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [words, _BYTES | {"use_regex": False}]}
+
+
 _SPLITS = {
     "gpt-2": _BYTES,
     "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES]},
-    "llama-bpe": {"type": "Sequence", "pretokenizers": [_BY_LLAMA3, _BYTES | {"use_regex": False}]},
+    "llama-bpe": _split(_LLAMA3),
+    "qwen2": _split(_QWEN2),
 }
+_NORMALIZERS = {"qwen2": {"type": "NFC"}}
 _WHOLE_WORDS_FIRST = ("llama-bpe",)
 """Splits after which BPE keeps a word that is in the vocabulary, without merges."""
-_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+_NORMAL, _UNKNOWN, _CONTROL, _UNUSED, _BYTE = 1, 2, 3, 5, 6
 _SPACE = "▁"
 
 Get = Callable[[str], Any]
@@ -58,7 +68,7 @@ def _byte_level(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
     check_choice("tokenizer.ggml.pre", split, tuple(_SPLITS))
     merges = [merge.split(" ") for merge in get("tokenizer.ggml.merges")]
     return {
-        "normalizer": None,
+        "normalizer": _NORMALIZERS.get(split),
         "pre_tokenizer": _SPLITS[split],
         "decoder": _BYTES,
         "model": _bpe(tokens, merges, ignore_merges=split in _WHOLE_WORDS_FIRST),
@@ -111,7 +121,7 @@ def _added(get: Get, tokens: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {"id": n, "content": token, "special": kind in (_CONTROL, _UNKNOWN)} | flags
         for n, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind not in (_NORMAL, _BYTE)
+        if kind not in (_NORMAL, _UNUSED, _BYTE)
     ]
 
 

@@ -1,4 +1,5 @@
-"""Released models by their names at the Hugging Face hub: a name becomes a folder in the cache of ``huggingface_hub``.
+"""Released models by their names at the Hugging Face hub: a name becomes a folder in the cache of ``huggingface_hub``,
+or a GGUF file there.
 
 That package downloads the files and keeps them. It reads its usual variables: ``HF_HOME`` (where the cache is),
 ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``.
@@ -9,28 +10,45 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from posjax._checks import check
 from posjax.nn.huggingface.files import CONFIG, COPIED, INDEX, WHOLE, open_location, read_json
 
-_NAME = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>\S+))?", re.ASCII)
+_NAME = re.compile(
+    r"(?P<model>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>\S+?))?(?:/(?P<file>\S+\.gguf))?", re.ASCII
+)
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
+class _Parts(NamedTuple):
+    """The parts of a name: the revision and the GGUF file if it has them."""
+
+    model: str
+    revision: str | None
+    file: str | None
+
+
 def is_name(path: str | Path) -> bool:
-    """Whether a location is ``org/name`` or ``org/name@revision`` and not a file or folder of this machine."""
-    if not isinstance(path, str) or path.endswith(".gguf") or not _NAME.fullmatch(path):
+    """Whether a location is a name at the hub, and not a file or folder of this machine.
+
+    Names are ``org/name`` and ``org/name@revision``, each also with a GGUF file: ``org/name@revision/file.gguf``.
+    """
+    if not isinstance(path, str) or not _NAME.fullmatch(path):
         return False
-    return not Path(path).exists()
+    return path.endswith(".gguf") == (_parts(path).file is not None) and not Path(path).exists()
 
 
 def short_name(name: str) -> str:
-    """The part of a name after the organisation, without the revision."""
-    return name.partition("@")[0].partition("/")[2]
+    """The part of a name after the organisation, without the revision; of a GGUF file its name without the ending."""
+    model, _, file = _parts(name)
+    return model.partition("/")[2] if file is None else Path(file).stem
 
 
 def pinned(path: str | Path) -> str | Path:
     """``org/name@commit`` for a name: the commit that its revision is now. Any other location stays as it is.
+
+    A GGUF file is downloaded, because it has all that there is to know of its model.
 
     So a model that changes at the hub while it is read, or after a training has begun, stays one model.
 
@@ -40,14 +58,16 @@ def pinned(path: str | Path) -> str | Path:
     """
     if not is_name(path):
         return path
-    model, revision = _parts(path)
+    model, revision, file = _parts(path)
     if revision is not None and _COMMIT.fullmatch(revision):
         return path
-    return f"{model}@{_download(path, CONFIG).parent.name}"
+    if file is None:
+        return f"{model}@{_download(path, CONFIG).parent.name}"
+    return f"{model}@{_download(path, file).parents[file.count('/')].name}/{file}"
 
 
 def on_disk(path: str | Path, tensors: Callable[[str], bool] | None = None) -> str | Path:
-    """The folder in the cache for a name; any other location stays as it is.
+    """The folder, or the GGUF file, in the cache for a name; any other location stays as it is.
 
     Args:
         path: a name, or a location.
@@ -59,6 +79,9 @@ def on_disk(path: str | Path, tensors: Callable[[str], bool] | None = None) -> s
     if not is_name(path):
         return path
     name = pinned(path)
+    gguf_file = _parts(name).file
+    if gguf_file is not None:
+        return _download(name, gguf_file)
     folder = _download(name, CONFIG).parent
     for file in COPIED:
         _has(name, file)
@@ -69,6 +92,8 @@ def on_disk(path: str | Path, tensors: Callable[[str], bool] | None = None) -> s
 
 def file_on_disk(path: str) -> str:
     """The file in the cache for ``org/name/file`` or ``org/name@revision/file``; any other path stays as it is."""
+    if path.endswith(".gguf"):
+        return str(on_disk(path))
     name, _, file = path.rpartition("/")
     return f"{on_disk(name)}/{file}" if is_name(name) and file in COPIED and not Path(path).exists() else path
 
@@ -93,7 +118,7 @@ def _has(name: str, file: str) -> bool:
     download`` fetches what there is, and does not note what there is not.
     """
     hub = _library(name)
-    model, commit = _parts(name)
+    model, commit, _ = _parts(name)
     known = hub.try_to_load_from_cache(model, file, revision=commit)
     if known is not None:
         return isinstance(known, str)
@@ -113,7 +138,7 @@ class _NoSuchFile(FileNotFoundError):
 def _download(name: str, file: str) -> Path:
     """The path in the cache of a file, downloaded if necessary. Raises OSError, in one line that begins with `name`."""
     hub = _library(name)
-    model, revision = _parts(name)
+    model, revision, _ = _parts(name)
     try:
         if hub.try_to_load_from_cache(model, file, revision=revision) is None:
             # Asks once. Without a network the download itself would try for half a minute, with a warning each time.
@@ -127,7 +152,7 @@ def _download(name: str, file: str) -> Path:
 def _plain(hub: ModuleType, error: Exception, name: str, file: str) -> OSError:
     """An error of huggingface_hub in one line that says what was asked for and what would work."""
     errors = hub.errors
-    (model, revision), endpoint = _parts(name), hub.constants.ENDPOINT
+    (model, revision, _), endpoint = _parts(name), hub.constants.ENDPOINT
     if isinstance(error, errors.GatedRepoError):
         account = "set a token of that account (HF_TOKEN, or `hf auth login`)"
         return PermissionError(f"{name} is gated: accept its licence at {endpoint}/{model}, then {account}")
@@ -149,10 +174,8 @@ def _plain(hub: ModuleType, error: Exception, name: str, file: str) -> OSError:
     )
 
 
-def _parts(name: str) -> tuple[str, str | None]:
-    """The model, and the revision if the name has one."""
-    model, revision = _NAME.fullmatch(name).group("model", "revision")
-    return model, revision
+def _parts(name: str) -> _Parts:
+    return _Parts(*_NAME.fullmatch(name).group("model", "revision", "file"))
 
 
 def _library(name: str) -> ModuleType:

@@ -56,7 +56,7 @@ def read_values(path: str | Path) -> Mapping[str, Any]:
     if is_gguf(path):
         from posjax.nn.huggingface.gguf import GGUF
 
-        return GGUF(path).values
+        return GGUF(on_disk(path)).values
     return text_values(_read_config_file(path))
 
 
@@ -68,7 +68,7 @@ def open_source(path: str | Path) -> Source:
     if is_gguf(path):
         from posjax.nn.huggingface.gguf import GGUF
 
-        return GGUF(path)
+        return GGUF(on_disk(path))
     part = part_of(_read_config_file(path))
     folder = tensor_folder(path)
     if part is None:
@@ -121,9 +121,10 @@ def from_pretrained(
     Args:
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec; a
             local GGUF file; or a name at the Hugging Face hub, ``"org/name"`` or ``"org/name@revision"`` (a branch, a
-            tag or a commit), unless a local folder has that name. What is needed of it is downloaded into the cache of
-            ``huggingface_hub``. The families are those of ``nn.huggingface.FAMILIES``. Of releases that also see, those
-            of ``nn.huggingface.TEXT_PARTS``, the text part is read, and a warning says what is left out.
+            tag or a commit), with ``"/file.gguf"`` for a GGUF file there, unless a local path has that name. What is
+            needed of it is downloaded into the cache of ``huggingface_hub``. The families are those of
+            ``nn.huggingface.FAMILIES``. Of releases that also see, those of ``nn.huggingface.TEXT_PARTS``, the text part
+            is read, and a warning says what is left out.
         dtype: of the parameters; None for the dtypes of the files. Numbers of the files that are infinite or NaN stay.
         sharding: computes the sharding of a parameter from the logical names of its axes and its shape; see
             ``logical_axes``. When left out all parameters are on one device.

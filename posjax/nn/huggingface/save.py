@@ -222,7 +222,7 @@ def files_beside(like: str | Path) -> dict[str, bytes]:
     if is_gguf(like):
         from posjax.nn.huggingface.gguf import GGUF
 
-        return {name: content.encode() for name, content in GGUF(like).tokenizer_files().items()}
+        return {name: content.encode() for name, content in GGUF(on_disk(like)).tokenizer_files().items()}
     files, root = open_location(on_disk(like))
     contents = {name: files.cat_file(f"{root}/{name}") for name in COPIED if files.isfile(f"{root}/{name}")}
     for name, content in contents.items():

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from nn.huggingface import released
 from nn.huggingface.released import WHOLE, cases
-from nn.huggingface.theirs import TOKENS, assert_close, greedy_tokens, logits, random_model, torch, transformers
+from nn.huggingface.theirs import TOKENS, assert_close, greedy_tokens, logits, random_model, transformers
 
 from posjax import rotary
 from posjax.nn import Decoder, DecoderConfig, from_pretrained, save_pretrained

@@ -178,7 +178,7 @@ def test_numbers_of_the_metadata_are_those_that_were_written(tmp_path):
     write(tmp_path / "tiny.gguf", edit=edit)
     values = read_values(tmp_path / "tiny.gguf")
     wanted = {key: VALUES[key] for key in VALUES if key not in ("initializer_range", "pad_token_id")}
-    assert values == wanted | {"bos_token_id": 1, "eos_token_id": 2}
+    assert values == wanted | {"bos_token_id": 1, "eos_token_id": 2, "head_dim": 16}
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
@@ -358,9 +358,9 @@ def partly_rotated(writer):
 
 
 REFUSED = [
-    ("architecture", {"architecture": "qwen2"}),
+    ("architecture", {"architecture": "mamba"}),
     ("mixture of experts", {"edit": lambda writer: writer.add_expert_count(8)}),
-    ("rope_freqs.weight", {"more": {"rope_freqs.weight": np.ones(8, np.float32)}}),
+    ("rope_freqs.weight", {"more": {"rope_freqs.weight": np.ones(9, np.float32)}}),
     ("llama.rope.scaling.type", {"edit": scaled(gguf.RopeScalingType.LONGROPE)}),
     ("llama.rope.scaling.attn_factor", {"edit": lambda writer: writer.add_rope_scaling_attn_factors(1.5)}),
     ("llama.rope.scale_linear", {"edit": lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)}),
@@ -379,7 +379,7 @@ def test_a_file_that_decoder_does_not_support(name, options, tmp_path):
     refused(name, lambda: from_pretrained(tmp_path / "tiny.gguf"))
 
 
-@pytest.mark.parametrize(("name", "value"), [("pre", "qwen2"), ("pre", "default"), ("model", "bert")])
+@pytest.mark.parametrize(("name", "value"), [("pre", "chatglm-bpe"), ("pre", "default"), ("model", "bert")])
 def test_an_unknown_tokenizer_is_refused(name, value, tmp_path):
     """The model itself is read. Writing it back with that tokenizer is refused and leaves no folder."""
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn.huggingface import released
+from nn.huggingface import released, test_gguf
 from refusals import refused
 
 from posjax.nn import from_pretrained, save_pretrained
+from posjax.nn.huggingface.hub import pinned
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 pytest.importorskip("huggingface_hub.constants")
@@ -117,6 +118,21 @@ def test_the_tokenizer_of_a_name_is_copied(served, tmp_path):
     assert (tmp_path / "copy" / "tokenizer.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("revision", ["", "@main"])
+def test_a_gguf_file_has_a_name_too(revision, served, tmp_path):
+    """Nothing else is downloaded. The tokenizer is that of the file, and the pinned name says the commit."""
+    folder = tmp_path / "files"
+    (folder / "small").mkdir(parents=True)
+    test_gguf.write(folder / "small" / "tiny.gguf", edit=test_gguf.with_tokenizer(test_gguf.trained("gpt-2"), "gpt-2"))
+    commit = served.add("people/files", folder)
+    name = f"people/files{revision}/small/tiny.gguf"
+    assert_same(from_pretrained(name), folder / "small" / "tiny.gguf")
+    assert pinned(name) == f"people/files@{commit}/small/tiny.gguf"
+    save_pretrained(from_pretrained(name), tmp_path / "copy", like=pinned(name))
+    assert served.downloaded() == {"small/tiny.gguf"}
+    assert json.loads((tmp_path / "copy" / "tokenizer.json").read_text())["model"]["type"] == "BPE"
+
+
 def test_offline_the_cache_is_enough(served, models, monkeypatch):
     """Also when another program filled it, which does not note the files that a model does not have."""
     for file in ("config.json", "model.safetensors"):
@@ -147,7 +163,8 @@ def test_transformers_reads_the_same_model_by_the_name(served, quiet_transformer
 
 def test_models_that_are_not_there(served, tmp_path):
     refused("people/other", lambda: from_pretrained("people/other"), FileNotFoundError)
-    refused(f"{NAME}@lost", lambda: from_pretrained(f"{NAME}@lost"), FileNotFoundError)
+    for name in (f"{NAME}@lost", f"{NAME}/lost.gguf"):
+        refused(name, lambda name=name: from_pretrained(name), FileNotFoundError)
     folder = tmp_path / "pickle"
     folder.mkdir()
     served.add("people/empty", folder)

@@ -125,6 +125,17 @@ def test_the_losses_are_those_of_the_extended_model(released, values, study):
         assert row["error"] is None
 
 
+def test_without_positions_only_the_end_of_a_text_has_a_loss(values, study, tmp_path):
+    changes = small(lengths=[64])
+    changes["compare"]["positions"] = False
+    (row,) = read_rows(studied(values, tmp_path, **changes)[0] / CELLS)
+    whole = [each for each in read_rows(study[0] / CELLS) if each.get("text") == row["text"] and each["length"] == 64]
+    (wanted,) = (each for each in whole if each["label"] == "as released")
+    np.testing.assert_allclose(row["last_nll"], wanted["last_nll"], rtol=1e-6)
+    assert (row["position_ends"], row["position_nll"]) == ([], [])
+    assert row["key"] != wanted["key"]
+
+
 def test_pass_keys_count_if_every_token_is_the_likeliest(released, values, study):
     """And their loss is that of the key's tokens."""
     config = parse(values)
@@ -275,8 +286,8 @@ def test_what_needs_more_memory_is_left_for_a_larger_machine(values, tmp_path, m
     def exhausted(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    def read(predictor, parameters, tokens, last):
-        return exhausted() if len(tokens) == 65 else perplexity_in_one_window(predictor, parameters, tokens, last)
+    def read(predictor, parameters, tokens, *sizes):
+        return exhausted() if len(tokens) == 65 else perplexity_in_one_window(predictor, parameters, tokens, *sizes)
 
     monkeypatch.setattr(running, "perplexity_in_one_window", read)
     monkeypatch.setattr("train.compare.study.search.search_factors", exhausted)

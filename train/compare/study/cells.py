@@ -75,6 +75,7 @@ class Cell:
             what = {"task": self.task, **self.config.evaluate.section(self.task).sizes()}
         else:
             what = {"text": [self.text.name, self.text.last(self.length).tolist()], "scored": scored(self.config)}
+            what["positions"] = self.config.compare.positions
         return key_of({"model": self.model, "extend": self.extension[0], "length": self.length, **what})
 
     @property

@@ -111,8 +111,9 @@ class Study:
         predictor, parameters = predictor_of(model.with_scheme(scheme), self._config.seed, self._mesh)
         with use_mesh(self._mesh):
             if cell.text is not None:
-                window = cell.text.last(cell.length)
-                return [perplexity_in_one_window(predictor, parameters, window, scored(self._config)).as_row()]
+                window, by_position = cell.text.last(cell.length), self._config.compare.positions
+                sizes = scored(self._config), by_position
+                return [perplexity_in_one_window(predictor, parameters, window, *sizes).as_row()]
             arguments = (self._vocabulary, self._config.evaluate, cell.task, cell.length)
             return list(task_rows(predictor, parameters, *arguments))
 

@@ -55,6 +55,7 @@ class CompareConfig:
     only: tuple[str, ...] = ()  # labels of the extensions to study now; all of them when empty
     texts: int = 3  # texts that a study reads
     scored: int = 0  # tokens at the end of each text whose loss is measured; a quarter of the model's length when 0
+    positions: bool = True  # whether the loss is also measured by position, which needs the logits of every token
     search: SearchConfig = field(default_factory=SearchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     together: int = 1  # trainings of one scheme that run as one program; see `train.loop.together`

@@ -12,7 +12,8 @@ from train.config.settings.checks import check_positive
 @dataclass(frozen=True)
 class InitConfig:
     """A released model: a folder in the layout of Hugging Face, at a path or URL; a GGUF file; or the name of a model
-    at the Hugging Face hub, ``org/name`` or ``org/name@revision``, unless a local folder has that name.
+    at the Hugging Face hub, ``org/name`` or ``org/name@revision``, each with ``/file.gguf`` for a GGUF file there,
+    unless a local path has that name.
 
     In a config ``init: PATH`` is enough. When the config is read, `values` become those of its ``config.json``, and the
     revision becomes the commit that it then is.
