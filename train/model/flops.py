@@ -110,11 +110,14 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
         layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary.
 
-    Of a mixture of experts, the experts that a token uses count, and the router. The embedding is a lookup, and counts
-    only if it is also the head.
+    Of a mixture of experts, the experts that a token uses count, the MLP that all tokens share, and the router. The
+    embedding is a lookup, and counts only if it is also the head.
     """
-    size, hidden, experts = decoder.head_dim, (3 if decoder.gated else 2) * decoder.mlp_dim, decoder.experts
-    hidden = hidden if experts is None else experts.per_token * hidden + experts.count
+    size, matrices, experts = decoder.head_dim, 3 if decoder.gated else 2, decoder.experts
+    hidden = matrices * decoder.mlp_dim
+    if experts is not None:
+        shared = matrices * (experts.shared_dim or 0) + experts.shared_gate
+        hidden = experts.per_token * hidden + shared + experts.count
     widths = (
         layers
         * (

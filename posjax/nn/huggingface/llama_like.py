@@ -24,7 +24,7 @@ from posjax.nn.huggingface.family import (
     window_of,
 )
 from posjax.nn.huggingface.views import View
-from posjax.nn.specs import Experts, Residual
+from posjax.nn.specs import Experts, Residual, Router
 from posjax.norms import QKNorm
 from posjax.scheme import Scheme
 from posjax.sinks import LearnedSinks
@@ -527,7 +527,7 @@ GPT_OSS = Family(
     KEYS,
     lambda values: {
         "activation": "swiglu-clamped",
-        "experts": Experts(values["num_local_experts"], values["num_experts_per_tok"]),
+        "experts": Experts(values["num_local_experts"], values["num_experts_per_tok"], Router(bias=True)),
         "biases": (*llama_biases(values)["biases"], "mlp"),
         "scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)), sinks=LearnedSinks()),
     },
