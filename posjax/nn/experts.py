@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from posjax._lowered import Lowered, match_varying, run
 from posjax._mesh import explicit_spec
 from posjax.nn.config import DecoderConfig
+from posjax.nn.exchange import Exchange
 from posjax.nn.grouped import grouped_product
 from posjax.nn.mlp import MLP
 from posjax.nn.parameters import bias_parameter, on_any_mesh, parameter
@@ -128,12 +129,15 @@ class ExpertsMLP(MLP):
         rows = PartitionSpec(placement.batch or None, placement.context)
         split = placement.heads
 
-        def spec(leaf):
-            return PartitionSpec(*(split if axis == "mlp" else None for axis in leaf.get_metadata("logical_axes")))
+        experts = placement.experts if self._exchanges(mesh) else None
 
-        specs = {name: spec(leaf) for name, leaf in parameters.items()}
+        def spec(name, leaf):
+            mesh_axes = {"mlp": split, "experts": experts if name in _OF_EXPERTS else None}
+            return PartitionSpec(*(mesh_axes.get(axis) for axis in leaf.get_metadata("logical_axes")))
+
+        specs = {name: spec(name, leaf) for name, leaf in parameters.items()}
         shards = tuple(axis for axes in placement.split_axes[:2] for axis in axes)
-        device = _Device(self.config, split, shards)
+        device = _Device(self.config, split, shards, experts)
         open_axes = set(mesh.axis_names) - set(mesh.manual_axes)
         whole = PartitionSpec()
         return jax.shard_map(
@@ -146,23 +150,33 @@ class ExpertsMLP(MLP):
         rows, tokens, hidden = (math.prod(mesh.shape[axis] for axis in axes) for axes in split)
         return x.shape[0] % rows == 0 and x.shape[1] % tokens == 0 and self.config.mlp_dim % hidden == 0
 
+    def _exchanges(self, mesh) -> bool:
+        """Whether the placement splits the experts over several devices evenly."""
+        axis = self.config.placement.experts
+        devices = 1 if axis is None else mesh.shape[axis]
+        return devices > 1 and self.config.experts.count % devices == 0
 
-_ROUTED = ("router", "router_bias", "correction", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+
+_OF_EXPERTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+_ROUTED = ("router", "router_bias", "correction", *_OF_EXPERTS)
 """The parameters of a mixture without those of the shared MLP."""
 
 
-class _Device(NamedTuple):
+@dataclass(frozen=True)
+class _Device:
     """A mixture as one device computes it.
 
     Attributes:
         config: the layer's shape.
         split: the mesh axes over which the hidden units are split; the outputs of devices along them are added.
         shards: the mesh axes over which the tokens are split.
+        experts: the mesh axis over which the experts are split.
     """
 
     config: DecoderConfig
     split: str | tuple[str, ...] | None = None
     shards: tuple[str, ...] = ()
+    experts: str | None = None
 
     def mixed(self, parameters, x, counted):
         """The sum over the chosen experts for every token, and the load by the tokens of all devices."""
@@ -197,7 +211,11 @@ class _Device(NamedTuple):
         rows = _spread(tokens, order, inverse, spec.per_token)
         if spec.router.on_input:
             rows = rows * weights.astype(rows.dtype)
-        out = self._of_experts(parameters, rows, sizes, experts)
+        own = {name: parameters[name] for name in _OF_EXPERTS if name in parameters}
+        if self.experts is None:
+            out = self._of_experts(own, rows, sizes, experts)
+        else:
+            out = Exchange(self._of_experts, self.experts, self.shards)(own, rows, sizes)
         return _gathered(out if spec.router.on_input else out * weights, order, inverse, spec.per_token)
 
     def _of_experts(self, parameters, rows, sizes, experts):
