@@ -80,8 +80,8 @@ class Placement:
             layout fits any number.
         ulysses: how many neighbouring shards of ``context`` form a group that exchanges heads, in ``"ring-ulysses"``.
         repeats: how often every key head was repeated so that ``heads`` splits them; ``for_key_heads`` sets it.
-        experts: the axis of ``batch`` over which experts of a mixture are split, if it divides their number; tokens then
-            go to the devices of their experts and back. Attention does not read it.
+        experts: the axis of ``batch`` over which experts of a mixture are split, if it divides their number; tokens
+            then go to the devices of their experts and back. Attention does not read it.
 
     Raises:
         ValueError: for an unknown strategy, an empty tuple, ``"auto"`` in a tuple, an axis that is named twice, or

@@ -23,9 +23,9 @@ class Exchange:
     """How rows go to their experts.
 
     Attributes:
-        of_experts: ``of_experts(parameters, rows, sizes, experts)``, the outputs of rows that are sorted by expert, where
-            ``sizes`` are the rows of each expert of this device and ``experts`` the expert of each row. Rows beyond the
-            sum of the sizes have no expert.
+        of_experts: ``of_experts(parameters, rows, sizes, experts)``, the outputs of rows that are sorted by expert,
+            where ``sizes`` are the rows of each expert of this device and ``experts`` the expert of each row. Rows
+            beyond the sum of the sizes have no expert.
         axis: the mesh axis over which experts are split.
         everywhere: all mesh axes over which rows are split.
     """

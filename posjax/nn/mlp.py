@@ -14,7 +14,7 @@ class MLP(nnx.Module):
     """The hidden layer of a block: ``config.activation`` is one of ``specs.ACTIVATIONS``.
 
     Args:
-        config: the decoder's shape.
+        config: of this layer.
         rngs: random streams.
         experts: ``(count,)``, the leading axis of every parameter, for several MLPs; ``()`` for a single MLP.
     """

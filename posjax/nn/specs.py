@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_counts, check_flags, check_number
+from posjax._checks import check, check_choice, check_count, check_counts, check_flags, check_number, describe
 
 NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
@@ -98,7 +98,7 @@ class Router:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of every MLP.
+    """A mixture of experts in place of the MLPs.
 
     Args:
         count: number of experts.
@@ -106,6 +106,8 @@ class Experts:
         router: how a token's experts are chosen and weighted.
         shared_dim: hidden width of an MLP beside the experts that every token takes; None for none.
         shared_gate: whether the output of that MLP is multiplied by ``sigmoid(g x)`` with a learned vector g (Qwen2).
+        dense: the numbers of the layers that have one MLP instead, from 0 (DeepSeek V3: 0, 1, 2).
+        dense_dim: the hidden width of these; ``mlp_dim``, the width of an expert, when left out.
     """
 
     count: int
@@ -113,9 +115,15 @@ class Experts:
     router: Router = dataclasses.field(default=Router())
     shared_dim: int | None = None
     shared_gate: bool = False
+    dense: tuple[int, ...] = ()
+    dense_dim: int | None = None
 
     def __post_init__(self):
         check_counts(**{"experts.count": self.count, "experts.per_token": self.per_token})
+        names_layers = all(type(layer) is int and layer >= 0 for layer in self.dense)
+        check(names_layers, f"experts.dense must name layers, from 0, found {describe(self.dense)}")
+        if self.dense_dim is not None:
+            check_count("experts.dense_dim", self.dense_dim)
         fits = self.per_token <= self.count
         check(fits, f"experts.per_token must be at most experts.count, found {self.per_token} of {self.count}")
         self._check_groups()
