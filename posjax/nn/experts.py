@@ -92,8 +92,8 @@ class ExpertsMLP(MLP):
         super().__init__(config, rngs=rngs, experts=(count,))
         alone = replace(config, experts=None, mlp_dim=spec.shared_dim)
         self.shared = None if spec.shared_dim is None else MLP(alone, rngs=rngs)
-        gate = parameter(rngs.params(), (width, 1), ("embed", None), width**-0.5) if spec.shared_gate else None
-        self.shared_gate = gate
+        gated = spec.shared_gate
+        self.shared_gate = parameter(rngs.params(), (width,), ("embed",), width**-0.5) if gated else None
 
     def with_load(
         self, x: Float[Array, "batch length embed"], counted: Bool[Array, "batch length"] | None = None
@@ -112,8 +112,9 @@ class ExpertsMLP(MLP):
             return routed, load
         shared = self.shared._mixed(x)
         if self.shared_gate is not None:
-            shared = shared * jax.nn.sigmoid(x @ self.shared_gate[...].astype(x.dtype))
-        return routed + shared, load
+            shared = shared * jax.nn.sigmoid(x @ self.shared_gate[...].astype(x.dtype))[..., None]
+        scale = self.config.experts.shared_scale
+        return routed + (shared if scale == 1 else shared * scale), load
 
     def _routed(self, x, counted):
         """The sum over the chosen experts, and the load; every device computes its own tokens.

@@ -106,6 +106,8 @@ class Experts:
         router: how a token's experts are chosen and weighted.
         shared_dim: hidden width of an MLP beside the experts that every token takes; None for none.
         shared_gate: whether the output of that MLP is multiplied by ``sigmoid(g x)`` with a learned vector g (Qwen2).
+        shared_scale: factor of that output (Cohere 2).
+        balance: coefficient of the balance loss that the model is trained with. It changes no computation here.
         dense: the numbers of the layers that have one MLP instead, from 0 (DeepSeek V3: 0, 1, 2).
         dense_dim: the hidden width of these; ``mlp_dim``, the width of an expert, when left out.
     """
@@ -115,6 +117,8 @@ class Experts:
     router: Router = dataclasses.field(default=Router())
     shared_dim: int | None = None
     shared_gate: bool = False
+    shared_scale: float = 1.0
+    balance: float = 0.0
     dense: tuple[int, ...] = ()
     dense_dim: int | None = None
 
@@ -127,6 +131,8 @@ class Experts:
         fits = self.per_token <= self.count
         check(fits, f"experts.per_token must be at most experts.count, found {self.per_token} of {self.count}")
         self._check_groups()
+        check_number("experts.shared_scale", self.shared_scale)
+        check_number("experts.balance", self.balance, at_least=0)
         if self.shared_dim is not None:
             check_counts(**{"experts.shared_dim": self.shared_dim})
         gated = "experts.shared_gate needs a shared MLP; set experts.shared_dim, or leave shared_gate out"

@@ -63,6 +63,8 @@ class ExpertsConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     shared_dim: int | None = None  # hidden width of an MLP beside the experts that every token takes
     shared_gate: bool = False
+    shared_scale: float = 1.0
+    balance: float = 0.0  # coefficient of the balance loss
     dense: tuple[int, ...] = ()  # numbers of the layers with one MLP instead, from 0
     dense_dim: int | None = None  # the hidden width of these; None is mlp_dim
 
