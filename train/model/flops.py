@@ -110,8 +110,8 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
         layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary.
 
-    Of a mixture of experts, the experts that a token uses count, and the router. The embedding is a lookup, and counts
-    only if it is also the head.
+    Of a mixture of experts, the experts that a token uses count, the MLP that all tokens share, and the router. The
+    embedding is a lookup, and counts only if it is also the head.
     """
     widths = (layers * product_width(layer) for layer, layers in Counter(decoder.every_layer).items())
     return decoder.model_dim * (sum(widths) + decoder.vocab_size)
@@ -119,9 +119,11 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
 def product_width(layer: DecoderConfig) -> int:
     """The parameters of a layer that are multiplied with a token, by the width of the model."""
-    size, scheme, experts = layer.head_dim, layer.scheme, layer.experts
-    hidden = (3 if layer.gated else 2) * layer.mlp_dim
-    hidden = hidden if experts is None else experts.per_token * hidden + experts.count
+    size, scheme, experts, matrices = layer.head_dim, layer.scheme, layer.experts, 3 if layer.gated else 2
+    hidden = matrices * layer.mlp_dim
+    if experts is not None:
+        shared = matrices * (experts.shared_dim or 0) + experts.shared_gate
+        hidden = experts.per_token * hidden + shared + experts.count
     queries = layer.num_heads * (scheme.query_size(size) + size)
     values = 0 if layer.keys_as_values else size
     return queries + layer.num_kv_heads * (scheme.key_size(size) + values) + hidden

@@ -6,12 +6,21 @@ from typing import Any
 
 from posjax._checks import check, check_choice, describe
 from posjax.nn.config import BY_LAYER, DecoderConfig, check_size
-from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, llama_like, olmo_like, qk_norm_like
+from posjax.nn.huggingface import (
+    cohere_like,
+    corrected_moe,
+    gemma_like,
+    gpt_like,
+    llama_like,
+    moe_like,
+    olmo_like,
+    qk_norm_like,
+)
 from posjax.nn.huggingface.family import Family, check_same
 from posjax.nn.huggingface.text_parts import text_values
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
-_ALL += qk_norm_like.QK_NORM_LIKE
+_ALL += (*qk_norm_like.QK_NORM_LIKE, *moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 
@@ -86,8 +95,8 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 }
 """The kinds of values in ``config.json``, in words and as a test."""
 _KEYS = {
-    **dict.fromkeys(("layer_types", "no_rope_layers"), list),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config", "per_layer_config"), dict),
+    **dict.fromkeys(("layer_types", "no_rope_layers", "mlp_layer_types", "mlp_only_layers", "moe_layers"), list),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv"), float),
@@ -107,7 +116,15 @@ _MAY_BE_NONE = (
     "clip_qkv",
     "per_layer_config",
     "num_global_key_value_heads",
+    "moe_layers",
+    "no_rope_layers",
+    "attention_chunk_size",
+    "prefix_dense_intermediate_size",
+    "n_shared_experts",
 )
+_FROM_ZERO = ("first_k_dense_replace", "num_shared_experts", "n_shared_experts", "moe_num_shared_experts")
+_FROM_ZERO += ("shared_intermediate_size", "moe_layer_start_index", "moe_layer_end_index", "sliding_window")
+"""Keys of numbers that may be 0, and one that may be -1."""
 
 
 def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
@@ -115,6 +132,8 @@ def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
     kinds = {key: type(value) for key, value in family.defaults.items() if value is not None}
     for key, kind in (kinds | dict.fromkeys(family.keys, int) | {"tie_word_embeddings": bool} | _KEYS).items():
         if key not in given or (given[key] is None and key in _MAY_BE_NONE):
+            continue
+        if key in _FROM_ZERO and type(given[key]) is int and -1 <= given[key] <= 0:
             continue
         words, fits = _KINDS[kind]
         check(fits(given[key]), f"config.json: {key} must be {words}, found {describe(given[key])}")

@@ -153,6 +153,7 @@ CHOSEN = {
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"], "num_hidden_layers": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
 }
+CHOSEN |= {"dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
 """Of families whose default model cannot be read: what a readable one says."""
 
 

@@ -13,7 +13,7 @@ TOKENS = np.random.default_rng(0).integers(3, released.VOCAB, (2, 40))
 
 
 def random_model(values, kind=transformers.AutoModelForCausalLM):
-    """A random model of transformers; its biases and the gains of its norms are far from 0 and 1."""
+    """A random model of transformers; its biases, gains of norms and corrections of routers are far from 0 and 1."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**values)
     model = kind.from_config(config, attn_implementation="eager").eval().float()
@@ -24,6 +24,9 @@ def random_model(values, kind=transformers.AutoModelForCausalLM):
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.add_(torch.empty_like(buffer).uniform_(-0.3, 0.3))
+        for name, number in (*model.named_buffers(), *model.named_parameters()):
+            if name.endswith("correction_bias"):
+                number.copy_(torch.empty_like(number).uniform_(-0.3, 0.3))
     return model
 
 
