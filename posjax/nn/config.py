@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from posjax._checks import check, check_choice, check_count, check_flags, check_number, check_positive, describe
 from posjax._numbers import LARGEST, align_ranks
 from posjax.attention.placement import Placement
-from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
+from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Latent, Norm, Residual
+from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.layers import MOST_LAYERS
 
@@ -43,13 +44,15 @@ class DecoderConfig:
         model_dim: width of the residual stream.
         num_heads: query heads.
         num_kv_heads: key and value heads (GQA); ``num_heads`` when left out.
-        head_dim: size of a head; ``model_dim // num_heads`` when left out.
+        head_dim: size of a head; ``model_dim // num_heads`` when left out, with ``latent`` the rotated part of a head.
         mlp_dim: hidden width; when left out 4 ``model_dim``, or for a gated MLP 8/3 ``model_dim`` rounded up to a
             multiple of 8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
             ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``,
             ``"relu-squared"``.
         experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert (gpt-oss).
+        latent: multi-head latent attention (DeepSeek V2). Every query head has its own keys and values, and ``"qkv"`` in
+            ``biases`` are biases of the latents and of the rotated key.
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.
         biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
@@ -58,7 +61,8 @@ class DecoderConfig:
             separately use ``Scheme(norm=QKNorm())``.
         clip_qkv: queries, keys and values are cut off at this magnitude before the position method (OLMo 1).
         embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others use 1.
-        query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite).
+        query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite), with ``latent``
+            ``(rotated + unrotated) ** -0.5``.
         logit_scale: factor of the logits (Cohere, Granite).
         attention_softcap: cap c of the scores of attention, ``c tanh(z / c)`` (Gemma 2).
         logit_softcap: the same cap for the logits of the vocabulary.
@@ -91,6 +95,7 @@ class DecoderConfig:
     mlp_dim: int | None = None
     activation: str = "swiglu"
     experts: Experts | None = None
+    latent: Latent | None = None
     norm: Norm = dataclasses.field(default=Norm())
     residual: Residual = dataclasses.field(default=Residual())
     biases: tuple[str, ...] = ()
@@ -118,6 +123,7 @@ class DecoderConfig:
         check_flags(self)
         check_choice("activation", self.activation, ACTIVATIONS)
         self._check_numbers()
+        self._check_latent()
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         self._fill_defaults()
@@ -139,8 +145,22 @@ class DecoderConfig:
         if self.trained_length is not None:
             check_count("trained_length", self.trained_length)
 
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        for name, size in (("head_dim", self.latent.rotated), ("num_kv_heads", self.num_heads)):
+            found = getattr(self, name)
+            check(
+                found in (None, size), f"{name} must be {size} with this latent attention, found {found}; leave it out"
+            )
+        check(not self.projection_norm, "projection_norm: the latents have norms of their own; leave it out")
+        check(self.clip_qkv is None, "clip_qkv: latent attention clips nothing; leave it out")
+        object.__setattr__(self, "head_dim", self.latent.rotated)
+
     def _check_schemes(self) -> None:
         for scheme in uniform(self.scheme, self.num_layers).kinds:
+            if self.latent is not None:
+                check_over_latents(scheme)
             scheme.check_direction(self.causal)
             for name in self.logit_options:
                 check(scheme.linear is None, f"{name}: linear attention has no logits for it; leave it out")
@@ -187,9 +207,19 @@ class DecoderConfig:
 
     @property
     def logit_options(self) -> dict[str, float]:
-        """The options that change the logits of attention, as arguments of ``Scheme.attend``."""
+        """What changes the logits of attention, as arguments of ``Scheme.attend``."""
         options = {"query_scale": self.query_scale, "softcap": self.attention_softcap}
+        if self.latent is not None:
+            scale = self.latent.size**-0.5 if self.query_scale is None else self.query_scale
+            options |= {"query_scale": scale, "head_dim": self.head_dim}
         return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def cached(self) -> dict[str, int | bool]:
+        """The sizes of a layer's cache, as arguments of ``Scheme.init_cache``."""
+        if self.latent is None:
+            return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        return {"num_heads": self.num_heads, "num_kv_heads": 1, "head_dim": self.latent.stored, "only_keys": True}
 
     def finish_logits(
         self, products: Float[Array, "*b vocab"], bias: Float[Array, "vocab"] | None
@@ -205,6 +235,33 @@ class DecoderConfig:
         """The scheme of every layer; a first layer without a norm is a separate pattern."""
         layers = uniform(self.scheme, self.num_layers)
         return layers if self.residual.first_norm else _with_first_alone(layers)
+
+
+def check_over_latents(scheme: Scheme) -> None:
+    """Raises ValueError, with the reason, for a scheme that latent attention cannot have.
+
+    Its features rotate a part of each head, which all key heads share, and its cache holds neither whole keys nor
+    values.
+    """
+    check(
+        scheme.linear is None,
+        "linear: latent attention stores latents in place of a state; use softmax attention",
+    )
+    features = scheme.features
+    check(
+        features is None or type(features) is Rotary,
+        f"features: latent attention rotates a part of a head that all key heads share, so only Rotary is possible: "
+        f"{describe(features)} reads whole heads or maps values",
+    )
+    check(
+        scheme.norm is None,
+        f"norm: latent attention norms its latents; {describe(scheme.norm)} reads whole keys, which its cache does not "
+        "hold; leave it out",
+    )
+    check(
+        scheme.bias is None or not scheme.bias.contextual,
+        "bias: CoPE reads the queries of a head, which latent attention has in two forms; use another bias",
+    )
 
 
 def _with_first_alone(layers: Layers) -> Layers:

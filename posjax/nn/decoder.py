@@ -179,10 +179,9 @@ class Decoder(nnx.Module):
             ValueError: for a number that is not whole and above 0, and a capacity beyond a learned embedding.
         """
         config = self.config
-        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
 
         def stacked(scheme: Scheme, repeats: int):
-            cache = scheme.init_cache(batch, capacity, **heads, chunk=chunk, dtype=config.dtype)
+            cache = scheme.init_cache(batch, capacity, **config.cached, chunk=chunk, dtype=config.dtype)
             return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (repeats, *leaf.shape)), cache)
 
         stacks = tuple(tuple(stacked(scheme, n) for scheme in schemes) for schemes, n in config.layers.patterns)

@@ -83,7 +83,9 @@ class Family:
 
 def sizes_of(config: DecoderConfig) -> dict[str, int]:
     """The sizes of axes, by their names in the patterns of views."""
+    latent = {} if config.latent is None else vars(config.latent)
     return {
+        **{name: latent.get(name) for name in ("rank", "rotated", "unrotated", "value", "query_rank")},
         "vocab": config.vocab_size,
         "embed": config.model_dim,
         "heads": config.num_heads,

@@ -6,10 +6,11 @@ from typing import Any
 
 from posjax._checks import check, check_choice, describe
 from posjax.nn.config import DecoderConfig, check_size
-from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, llama_like, olmo_like
+from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, latent_like, llama_like, olmo_like
 from posjax.nn.huggingface.family import Family, check_same
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
+_ALL += latent_like.LATENT_LIKE
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 
@@ -25,6 +26,10 @@ def family_of(values: Mapping[str, Any]) -> Family:
     check(
         not values.get("text_config"),
         f"config.json: {describe(name)} reads more than text, which Decoder does not; only its text part can be read",
+    )
+    check(
+        name not in latent_like.INDEXED,
+        f"config.json: the attention of {name!r} chooses keys by a learned index, which Decoder does not have",
     )
     check_choice("config.json: model_type", name, tuple(FAMILIES))
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
@@ -92,6 +97,7 @@ _KEYS = {
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv"), float),
     "attention_multiplier": float,
+    "scale_depth": float,
     **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn"), int),
 }
 """Keys of several families whose kind does not follow from a default."""
@@ -105,6 +111,10 @@ _MAY_BE_NONE = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "clip_qkv",
+    "q_lora_rank",
+    "v_head_dim",
+    "scale_depth",
+    "dim_model_base",
 )
 
 

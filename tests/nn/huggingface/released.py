@@ -113,6 +113,14 @@ STATED = {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow"
 PARTIAL = rope(1e4, partial_rotary_factor=0.5)
 WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
 MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
+LATENT = {key: LLAMA[key] for key in LLAMA if key != "head_dim"} | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
 # The keys of a release's config.json that change nothing here are among them.
 LATER: dict[str, dict] = {
     "ministral": LLAMA | {"model_type": "ministral", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9},
@@ -174,6 +182,16 @@ LATER: dict[str, dict] = {
     "nemotron": LLAMA | {"model_type": "nemotron", "mlp_bias": True, "partial_rotary_factor": 0.5, "norm_eps": 1e-4},
     "arcee": LLAMA | {"model_type": "arcee", "mlp_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn")},
     "phi": LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
+    "minicpm3": LATENT
+    | {"model_type": "minicpm3", "attention_bias": True, "mlp_bias": True, "dim_model_base": 16, "scale_depth": 0.7}
+    | {"rms_norm_eps": 1e-4, "rope_parameters": STATED | rope(1e4, rope_type="yarn", mscale=0.7, mscale_all_dim=1.0)},
+    "minicpm3-null": LATENT
+    | {"model_type": "minicpm3", "q_lora_rank": None, "v_head_dim": None, "scale_depth": None, "dim_model_base": None}
+    | {"rope_parameters": LONG | {"short_factor": LONG["short_factor"][:4], "long_factor": LONG["long_factor"][:4]}},
+    "youtu": LATENT
+    | {"model_type": "youtu", "attention_bias": True, "tie_word_embeddings": False}
+    | {"rope_parameters": STATED | rope(1e4, rope_type="yarn", mscale=1.0, mscale_all_dim=0.8)},
+    "youtu-half": LATENT | {"model_type": "youtu", "rope_interleave": False, "q_lora_rank": None},
 }
 """Families whose parity is in the wide grid alone."""
 CASES |= LATER
