@@ -51,7 +51,7 @@ class DecoderConfig:
             ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``,
             ``"relu-squared"``.
         experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert (gpt-oss).
-        latent: multi-head latent attention (DeepSeek V2). Every query head has its own keys and values, and ``"qkv"`` in
+        latent: multi-head latent attention (DeepSeek V2). Every query head has its own keys and values; ``"qkv"`` in
             ``biases`` are biases of the latents and of the rotated key.
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.
@@ -250,13 +250,13 @@ def check_over_latents(scheme: Scheme) -> None:
     features = scheme.features
     check(
         features is None or type(features) is Rotary,
-        f"features: latent attention rotates a part of a head that all key heads share, so only Rotary is possible: "
-        f"{describe(features)} reads whole heads or maps values",
+        "features: latent attention rotates a part of each head, whose keys all heads share, so it needs Rotary; "
+        f"{type(features).__name__} reads whole heads, or maps values",
     )
     check(
         scheme.norm is None,
-        f"norm: latent attention norms its latents; {describe(scheme.norm)} reads whole keys, which its cache does not "
-        "hold; leave it out",
+        f"norm: latent attention norms its latents; {type(scheme.norm).__name__} reads whole keys, which its cache "
+        "does not hold; leave it out",
     )
     check(
         scheme.bias is None or not scheme.bias.contextual,

@@ -29,8 +29,8 @@ class LatentAttention(Attention):
     The rotated channels come first, so that features over heads of ``rotated`` channels leave the others as they are.
     Everything else in the scheme (masks, biases, scales, remapped distances) is that of any attention.
 
-    Training and long chunks of a prompt expand keys and values as above. Decoding stores only ``[r ; c]`` of each token,
-    and with few new tokens it moves the matrices to the queries and outputs, which computes the same:
+    Training and long chunks of a prompt expand keys and values as above. Decoding stores only ``[r ; c]`` of each
+    token, and with few new tokens it moves the matrices to the queries and outputs, which computes the same:
 
         <q_h,c, W_k,h c> = <W_k,h^T q_h,c, c>,      sum_j p_ij W_v,h c(j) = W_v,h sum_j p_ij c(j)
 
