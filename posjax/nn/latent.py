@@ -11,7 +11,6 @@ from posjax.nn.config import DecoderConfig
 from posjax.nn.modules import Attention
 from posjax.nn.norms import RMSNorm
 from posjax.nn.parameters import bias_parameter, parameter, plus, scheme_parameters, to_heads
-from posjax.scheme import Scheme
 
 
 class LatentAttention(Attention):
@@ -37,13 +36,12 @@ class LatentAttention(Attention):
     That is attention of all heads over one key head of ``rotated + rank`` channels, whose last ``rank`` are the value.
 
     Args:
-        config: the decoder's shape, with ``latent``.
-        scheme: the scheme of this layer.
+        config: of this layer, with ``latent``; see ``DecoderConfig.of_layer``.
         rngs: random streams.
     """
 
-    def __init__(self, config: DecoderConfig, scheme: Scheme, *, rngs: nnx.Rngs):
-        self.config, self.scheme = config, scheme
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config, self.scheme = config, config.scheme
         width, heads, spec = config.model_dim, config.num_heads, config.latent
         biased = "qkv" in config.biases
 
@@ -67,7 +65,7 @@ class LatentAttention(Attention):
         self.v = of_heads(spec.rank, heads, spec.value)
         stddev = (heads * spec.value * 2 * config.num_layers) ** -0.5
         self.o = parameter(rngs.params(), (heads, spec.value, width), ("heads", "head_dim", "embed"), stddev)
-        made = scheme.init(rngs.params(), heads, spec.rotated, model_dim=width)
+        made = config.scheme.init(rngs.params(), heads, spec.rotated, model_dim=width)
         self.learned = scheme_parameters(made)
         self.o_bias = bias_parameter((width,), ("embed",)) if "output" in config.biases else None
 
