@@ -53,12 +53,12 @@ class LatentAttention(Attention):
         self.k_rotated = matrix(width, spec.rotated, axes=("embed", "head_dim"))
         self.latent_bias = bias_parameter((spec.rank,), ("latent",)) if biased else None
         self.k_rotated_bias = bias_parameter((spec.rotated,), ("head_dim",)) if biased else None
-        into, axis = (width, "embed") if spec.query_rank is None else (spec.query_rank, "latent")
+        into, axis = (width, "embed") if spec.query_rank is None else (spec.query_rank, "rank")
         has_latent = spec.query_rank is not None
         self.query_latent = matrix(width, into, axes=("embed", "latent")) if has_latent else None
         self.query_norm = RMSNorm(into, "latent", spec.norm) if has_latent else None
         self.query_latent_bias = bias_parameter((into,), ("latent",)) if biased and has_latent else None
-        of_heads = partial(matrix, axes=("latent", "heads", "head_dim"))
+        of_heads = partial(matrix, axes=("rank", "heads", "head_dim"))
         self.q = matrix(into, heads, spec.unrotated, axes=(axis, "heads", "head_dim"))
         self.q_rotated = matrix(into, heads, spec.rotated, axes=(axis, "heads", "head_dim"))
         self.k = of_heads(spec.rank, heads, spec.unrotated)

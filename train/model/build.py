@@ -20,6 +20,7 @@ from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.presets import scheme, scheme_options
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check, check_chunks
+from train.config.settings.model import LatentConfig
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES
@@ -151,6 +152,7 @@ class Setup:
         fields |= {
             "vocab_size": fields["vocab_size"] or self.tokenizer.vocabulary_size,
             "experts": None if model.experts is None else nn.Experts(**vars(model.experts)),
+            "latent": None if model.latent is None else _latent(model.latent),
             "norm": nn.Norm(**vars(model.norm)),
             "residual": nn.Residual(**vars(model.residual)),
             "placement": self.placement,
@@ -191,6 +193,10 @@ class Setup:
             how = f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
             lines.append(f"the released scheme, {how}")
         return [*lines, f"warning: {self.undivided}"] if self.undivided else lines
+
+
+def _latent(given: LatentConfig) -> nn.Latent:
+    return nn.Latent(**vars(given) | {"norm": nn.Norm(**vars(given.norm))})
 
 
 def check_model(setup: Setup) -> None:

@@ -18,6 +18,7 @@ AXIS_RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "length": ("context",),
     "embed": ("fsdp", "context"),
+    "rank": ("fsdp", "context"),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
