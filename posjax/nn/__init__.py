@@ -8,7 +8,7 @@ from posjax.nn.latent import LatentAttention
 from posjax.nn.mlp import MLP
 from posjax.nn.modules import Attention, Block
 from posjax.nn.norms import LayerNorm, RMSNorm
-from posjax.nn.specs import Experts, Latent, Norm, Residual
+from posjax.nn.specs import Experts, Latent, Norm, Residual, Router
 
 __all__ = [
     "MLP",
@@ -25,6 +25,7 @@ __all__ = [
     "Norm",
     "RMSNorm",
     "Residual",
+    "Router",
     "Sampling",
     "choose",
     "from_pretrained",

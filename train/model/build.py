@@ -20,7 +20,7 @@ from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.presets import scheme, scheme_options
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check, check_chunks
-from train.config.settings.model import LatentConfig
+from train.config.settings.model import ExpertsConfig, LatentConfig
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES
@@ -151,8 +151,8 @@ class Setup:
         fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
         fields |= {
             "vocab_size": fields["vocab_size"] or self.tokenizer.vocabulary_size,
-            "experts": None if model.experts is None else nn.Experts(**vars(model.experts)),
-            "latent": None if model.latent is None else _latent(model.latent),
+            "experts": model.experts and _experts(model.experts),
+            "latent": model.latent and _latent(model.latent),
             "norm": nn.Norm(**vars(model.norm)),
             "residual": nn.Residual(**vars(model.residual)),
             "placement": self.placement,
@@ -195,8 +195,14 @@ class Setup:
         return [*lines, f"warning: {self.undivided}"] if self.undivided else lines
 
 
-def _latent(given: LatentConfig) -> nn.Latent:
-    return nn.Latent(**vars(given) | {"norm": nn.Norm(**vars(given.norm))})
+def _experts(settings: ExpertsConfig) -> nn.Experts:
+    """The mixture of experts of a config. Raises ValueError, with the key, for one that cannot be built."""
+    return nn.Experts(**{**vars(settings), "router": nn.Router(**vars(settings.router))})
+
+
+def _latent(settings: LatentConfig) -> nn.Latent:
+    """The latent attention of a config. Raises ValueError, with the key, for one that cannot be built."""
+    return nn.Latent(**vars(settings) | {"norm": nn.Norm(**vars(settings.norm))})
 
 
 def check_model(setup: Setup) -> None:

@@ -116,8 +116,8 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
         layers x (width x (r + d_r + r_q + n d_v) + r n (d_c + d_v) + r_q n d_q).
 
-    Of a mixture of experts, the experts that a token uses count, and the router. The embedding is a lookup, and counts
-    only if it is also the head.
+    Of a mixture of experts, the experts that a token uses count, the MLP that all tokens share, and the router. The
+    embedding is a lookup, and counts only if it is also the head.
     """
     layers = sum(count * layer_products(layer) for layer, count in Counter(decoder.every_layer).items())
     return layers + decoder.model_dim * decoder.vocab_size
@@ -125,9 +125,11 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
 def layer_products(layer: DecoderConfig) -> int:
     """The parameters of a layer that are multiplied with a token."""
-    experts = layer.experts
-    hidden = (3 if layer.gated else 2) * layer.mlp_dim
-    hidden = hidden if experts is None else experts.per_token * hidden + experts.count
+    experts, matrices = layer.experts, 3 if layer.gated else 2
+    hidden = matrices * layer.mlp_dim
+    if experts is not None:
+        shared = matrices * (experts.shared_dim or 0) + experts.shared_gate
+        hidden = experts.per_token * hidden + shared + experts.count
     return attention_products(layer) + layer.model_dim * hidden
 
 

@@ -6,10 +6,20 @@ from typing import Any
 
 from posjax._checks import check, check_choice, describe
 from posjax.nn.config import BY_LAYER, DecoderConfig, check_size
-from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, latent_like, llama_like, olmo_like
+from posjax.nn.huggingface import (
+    cohere_like,
+    corrected_moe,
+    gemma_like,
+    gpt_like,
+    latent_like,
+    llama_like,
+    moe_like,
+    olmo_like,
+)
 from posjax.nn.huggingface.family import Family, check_same
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
+_ALL += (*moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE)
 _ALL += latent_like.LATENT_LIKE
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
@@ -91,7 +101,7 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 }
 """The kinds of values in ``config.json``, in words and as a test."""
 _KEYS = {
-    **dict.fromkeys(("layer_types", "no_rope_layers"), list),
+    **dict.fromkeys(("layer_types", "no_rope_layers", "mlp_layer_types", "mlp_only_layers", "moe_layers"), list),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), dict),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
@@ -115,7 +125,15 @@ _MAY_BE_NONE = (
     "v_head_dim",
     "scale_depth",
     "dim_model_base",
+    "moe_layers",
+    "no_rope_layers",
+    "attention_chunk_size",
+    "prefix_dense_intermediate_size",
+    "n_shared_experts",
 )
+_FROM_ZERO = ("first_k_dense_replace", "num_shared_experts", "n_shared_experts", "moe_num_shared_experts")
+_FROM_ZERO += ("shared_intermediate_size", "moe_layer_start_index", "moe_layer_end_index", "sliding_window")
+"""Keys of numbers that may be 0, and one that may be -1."""
 
 
 def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
@@ -123,6 +141,8 @@ def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
     kinds = {key: type(value) for key, value in family.defaults.items() if value is not None}
     for key, kind in (kinds | dict.fromkeys(family.keys, int) | {"tie_word_embeddings": bool} | _KEYS).items():
         if key not in given or (given[key] is None and key in _MAY_BE_NONE):
+            continue
+        if key in _FROM_ZERO and type(given[key]) is int and -1 <= given[key] <= 0:
             continue
         words, fits = _KINDS[kind]
         check(fits(given[key]), f"config.json: {key} must be {words}, found {describe(given[key])}")
