@@ -43,6 +43,7 @@ class Family:
         prefix: of the tensors' names, which some releases leave out.
         renamed: other names that some files use for tensors.
         ignored: names of tensors that are not parameters, such as buffers; for tensors of a layer the end of the name.
+        predicts_more: whether files may have layers after the last, which predict further tokens; they are not read.
         aliases: other names of keys, each with the key that transformers reads it as.
         norm: the norms; their eps comes from ``config.json``.
         eps: the key of that eps; empty if ``config.json`` has none, and ``norm`` says it.
@@ -62,6 +63,7 @@ class Family:
     prefix: str = "model."
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
     ignored: Sequence[str] = ("rotary_emb.inv_freq",)
+    predicts_more: bool = dataclasses.field(default=False, kw_only=True)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     norm: Norm = dataclasses.field(default_factory=Norm)
     eps: str = "rms_norm_eps"

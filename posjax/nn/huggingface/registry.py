@@ -25,6 +25,10 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 
 
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+"""Types that releases have for models of another type; they are written as that type."""
+
+
 def family_of(values: Mapping[str, Any]) -> Family:
     """The family of a ``config.json``.
 
@@ -32,6 +36,7 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """
     check("model_type" in values, "config.json lacks model_type: it is not the configuration of a released model")
     name = values["model_type"]
+    name = _OTHER_NAMES.get(name, name) if isinstance(name, str) else name
     quantised = values.get("quantization_config")
     check(
         not values.get("text_config"),
@@ -58,6 +63,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
             keys.
     """
     family = family_of(values)
+    values = {**values, "model_type": family.model_type}
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
     filled = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
     filled |= {key: None for key in (*family.defaults, *_ROPE) if key in values and values[key] is None}

@@ -243,6 +243,37 @@ MIXTURES: dict[str, dict] = {
     | {"model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 5, "num_experts_per_tok": 1}
     | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 72, "attention_chunk_size": 16, "floor_scale": 8},
 }
+MIXTURES |= {
+    "deepseek_v2": LATENT
+    | OF_EIGHT
+    | {"model_type": "deepseek_v2", "num_hidden_layers": 3, "first_k_dense_replace": 1, "topk_method": "greedy"}
+    | {"q_lora_rank": None, "routed_scaling_factor": 1.5},
+    "deepseek_v2-groups": LATENT
+    | OF_EIGHT
+    | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    | {"attention_bias": True, "routed_scaling_factor": 16.0}
+    | {"rope_parameters": STATED | rope(1e4, rope_type="yarn", mscale=0.707, mscale_all_dim=0.707)},
+    "deepseek_v3": LATENT
+    | OF_EIGHT
+    | {"model_type": "deepseek_v3", "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+    | {"attention_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn", mscale=0.8, mscale_all_dim=1.0)},
+    "deepseek_v3-half": LATENT
+    | OF_EIGHT
+    | {"model_type": "deepseek_v3", "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+    | {"rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None},
+    "glm4_moe_lite": LATENT
+    | OF_EIGHT
+    | {"model_type": "glm4_moe_lite", "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
+    | {"n_group": 2, "topk_group": 1, "rope_parameters": rope(1e6)},
+    "sarvam_mla": LATENT | OF_EIGHT | {"model_type": "sarvam_mla", "num_hidden_layers": 3, "q_lora_rank": None},
+    "mistral4": LATENT
+    | OF_EIGHT
+    | {"model_type": "mistral4", "n_group": 4, "topk_group": 2}
+    | {
+        "rope_parameters": STATED
+        | rope(1e4, rope_type="yarn", mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5)
+    },
+}
 LATER |= MIXTURES
 CASES |= LATER
 

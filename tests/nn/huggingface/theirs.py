@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from nn.huggingface import released
 
+from posjax.nn.huggingface import FAMILIES
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -16,7 +18,9 @@ def random_model(values):
     """A random model of transformers; its biases, gains of norms and corrections of routers are far from 0 and 1."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**values)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    of_texts = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    make = transformers.AutoModelForCausalLM.from_config if of_texts else class_of(values)._from_config
+    model = make(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -25,6 +29,11 @@ def random_model(values):
             if name.endswith("correction_bias"):
                 number.copy_(torch.empty_like(number).uniform_(-0.3, 0.3))
     return model
+
+
+def class_of(values):
+    """The class of a model that transformers has only as a part of others."""
+    return getattr(transformers, FAMILIES[values["model_type"]].architecture)
 
 
 def logits(model, tokens):
