@@ -26,7 +26,7 @@ class Cache:
 
     Args:
         k: keys as returned by ``Scheme.cache_entries``, with heads before slots.
-        v: values.
+        v: values; None if they are computed from the keys (latent attention).
         positions: the position of every slot's token.
         ids: 0 for a slot that holds a token, -1 for an empty one.
         gates: cumulative gates of every slot's token (FoX), or None.
@@ -37,7 +37,7 @@ class Cache:
     """
 
     k: Float[Array, "*layers batch kv_heads slots size"]
-    v: Float[Array, "*layers batch kv_heads slots value_size"]
+    v: Float[Array, "*layers batch kv_heads slots value_size"] | None
     positions: Int[Array, "*layers batch slots"]
     ids: Int[Array, "*layers batch slots"]
     gates: Float[Array, "*layers batch heads slots"] | None
@@ -85,7 +85,7 @@ class Cache:
         """The cache with new tokens; tokens without a slot (padding, or beyond the last slot) are dropped.
 
         Args:
-            k, v: stored keys and values ``[batch, tokens, kv_heads, ...]``.
+            k, v: stored keys and values ``[batch, tokens, kv_heads, ...]``; ``v`` is not read by a cache of keys only.
             positions: ``[batch, tokens]``.
             index: how many tokens of the row come before each.
             valid: False for padding.
@@ -114,7 +114,7 @@ class Cache:
         return dataclasses.replace(
             self,
             k=put(self.k, k, slice(None)),
-            v=put(self.v, v, slice(None)),
+            v=None if self.v is None else put(self.v, v, slice(None)),
             positions=put(self.positions, jnp.broadcast_to(positions, index.shape)),
             ids=put(self.ids, jnp.zeros_like(index)),
             gates=kept_gates,

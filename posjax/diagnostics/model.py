@@ -95,17 +95,17 @@ def _anomaly(layer: Layer, *, causal: bool, length: int) -> tuple[Anomaly, Float
         return anomaly, radians(features.frequencies, 2 * layer.k.shape[-1], length)
     if isinstance(features, Rotary) and getattr(features, "targets", "qk") != "vo":
         anomaly = rotary_anomaly(*_rotated(layer), features.frequencies, pairing=features.pairing, **settings)
-        return anomaly, radians(features.frequencies, layer.q.shape[-1], length)
+        return anomaly, radians(features.frequencies, layer.options.get("head_dim", layer.q.shape[-1]), length)
     return None
 
 
 def _rotated(layer: Layer) -> tuple[Array, Array]:
     """The queries and keys that rotary features rotate."""
     features = layer.scheme.features
-    head_dim = layer.q.shape[-1]
+    head_dim = layer.options.get("head_dim", layer.q.shape[-1])
     if isinstance(features, PartlyCollinear):
         return features.collinear_query(layer.q, head_dim=head_dim), features.collinear_key(layer.k, head_dim=head_dim)
-    return layer.q, layer.k
+    return layer.q[..., :head_dim], layer.k[..., :head_dim]
 
 
 def _entropy(layer: Layer, queries, *, causal: bool, length: int) -> Float[np.ndarray, "heads queries"]:

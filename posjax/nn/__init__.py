@@ -4,10 +4,11 @@ from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, DecoderCache, logical_axes
 from posjax.nn.generation import Generated, Sampling, choose, generate, stream
 from posjax.nn.huggingface import from_pretrained, save_pretrained
+from posjax.nn.latent import LatentAttention
 from posjax.nn.mlp import MLP
 from posjax.nn.modules import Attention, Block
 from posjax.nn.norms import LayerNorm, RMSNorm
-from posjax.nn.specs import Experts, Norm, Residual, Router
+from posjax.nn.specs import Experts, Latent, Norm, Residual, Router
 
 __all__ = [
     "MLP",
@@ -18,6 +19,8 @@ __all__ = [
     "DecoderConfig",
     "Experts",
     "Generated",
+    "Latent",
+    "LatentAttention",
     "LayerNorm",
     "Norm",
     "RMSNorm",

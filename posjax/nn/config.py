@@ -21,7 +21,8 @@ from posjax._checks import (
 )
 from posjax._numbers import LARGEST, align_ranks
 from posjax.attention.placement import Placement
-from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
+from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Latent, Norm, Residual
+from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.layers import MOST_LAYERS
 
@@ -63,7 +64,7 @@ class DecoderConfig:
         num_heads: query heads.
         num_kv_heads: key and value heads (GQA); ``num_heads`` when left out. This, ``head_dim`` and ``mlp_dim`` are one
             number for all layers, or a tuple with a number for each; see ``of_layer``.
-        head_dim: size of a head; ``model_dim // num_heads`` when left out.
+        head_dim: size of a head; ``model_dim // num_heads`` when left out, with ``latent`` the rotated part of a head.
         mlp_dim: hidden width; when left out 4 ``model_dim``, or for a gated MLP 8/3 ``model_dim`` rounded up to a
             multiple of 8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
@@ -71,6 +72,8 @@ class DecoderConfig:
             ``"relu-squared"``, ``"xielu"`` (with two learned numbers in every layer, Apertus).
         experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert.
         norm: of the residual stream, and with ``projection_norm`` of queries and keys.
+        latent: multi-head latent attention (DeepSeek V2). Every query head has its own keys and values; ``"qkv"`` in
+            ``biases`` are biases of the latents and of the rotated key.
         residual: where the norms are, and how attention and MLP are added.
         biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
         embedding_norm: whether a norm follows the embedding (BLOOM).
@@ -82,7 +85,8 @@ class DecoderConfig:
         value_norm: whether values are normed over each head, without a gain (Gemma 4); the eps is that of ``norm``.
         clip_qkv: queries, keys and values are cut off at this magnitude before the position method (OLMo 1).
         embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others use 1.
-        query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite).
+        query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite), with ``latent``
+            ``(rotated + unrotated) ** -0.5``.
         logit_scale: factor of the logits (Cohere, Granite).
         attention_softcap: cap c of the scores of attention, ``c tanh(z / c)`` (Gemma 2).
         logit_softcap: the same cap for the logits of the vocabulary.
@@ -115,6 +119,7 @@ class DecoderConfig:
     mlp_dim: int | tuple[int, ...] | None = None
     activation: str = "swiglu"
     experts: Experts | None = None
+    latent: Latent | None = None
     norm: Norm = dataclasses.field(default=Norm())
     residual: Residual = dataclasses.field(default=Residual())
     biases: tuple[str, ...] = ()
@@ -144,6 +149,7 @@ class DecoderConfig:
         check_flags(self)
         check_choice("activation", self.activation, ACTIVATIONS)
         self._check_numbers()
+        self._check_latent()
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         self._fill_defaults()
@@ -172,9 +178,25 @@ class DecoderConfig:
         if self.trained_length is not None:
             check_count("trained_length", self.trained_length)
 
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        for name, size in (("head_dim", self.latent.rotated), ("num_kv_heads", self.num_heads)):
+            found = getattr(self, name)
+            check(
+                found in (None, size), f"{name} must be {size} with this latent attention, found {found}; leave it out"
+            )
+        check(self.projection_norm == "none", "projection_norm: the latents have norms of their own; leave it out")
+        for name in ("keys_as_values", "value_norm"):
+            check(getattr(self, name) is False, f"{name}: latent attention has values of its own; leave it out")
+        check(self.clip_qkv is None, "clip_qkv: latent attention clips nothing; leave it out")
+        object.__setattr__(self, "head_dim", self.latent.rotated)
+
     def _check_schemes(self) -> None:
         parts = zip(self.layers.schemes, self._every("head_dim"), self._every("keys_as_values"), strict=True)
         for scheme, size, shared in set(parts):
+            if self.latent is not None:
+                check_over_latents(scheme)
             scheme.check_direction(self.causal)
             for name in self.logit_options:
                 check(scheme.linear is None, f"{name}: linear attention has no logits for it; leave it out")
@@ -229,9 +251,19 @@ class DecoderConfig:
 
     @property
     def logit_options(self) -> dict[str, float]:
-        """The options that change the logits of attention, as arguments of ``Scheme.attend``."""
+        """What changes the logits of attention, as arguments of ``Scheme.attend``."""
         options = {"query_scale": self.query_scale, "softcap": self.attention_softcap}
+        if self.latent is not None:
+            scale = self.latent.size**-0.5 if self.query_scale is None else self.query_scale
+            options |= {"query_scale": scale, "head_dim": self.head_dim}
         return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def cached(self) -> dict[str, int | bool]:
+        """The sizes of a layer's cache, as arguments of ``Scheme.init_cache``."""
+        if self.latent is None:
+            return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        return {"num_heads": self.num_heads, "num_kv_heads": 1, "head_dim": self.latent.stored, "only_keys": True}
 
     def finish_logits(
         self, products: Float[Array, "*b vocab"], bias: Float[Array, "vocab"] | None
@@ -299,6 +331,33 @@ class DecoderConfig:
         """A field of ``BY_LAYER`` for every layer."""
         numbers = _numbers(getattr(self, name))
         return numbers * self.num_layers if len(numbers) == 1 else numbers
+
+
+def check_over_latents(scheme: Scheme) -> None:
+    """Raises ValueError, with the reason, for a scheme that latent attention cannot have.
+
+    Its features rotate a part of each head, which all key heads share, and its cache holds neither whole keys nor
+    values.
+    """
+    check(
+        scheme.linear is None,
+        "linear: latent attention stores latents in place of a state; use softmax attention",
+    )
+    features = scheme.features
+    check(
+        features is None or type(features) is Rotary,
+        "features: latent attention rotates a part of each head, whose keys all heads share, so it needs Rotary; "
+        f"{type(features).__name__} reads whole heads, or maps values",
+    )
+    check(
+        scheme.norm is None,
+        f"norm: latent attention norms its latents; {type(scheme.norm).__name__} reads whole keys, which its cache "
+        "does not hold; leave it out",
+    )
+    check(
+        scheme.bias is None or not scheme.bias.contextual,
+        "bias: CoPE reads the queries of a head, which latent attention has in two forms; use another bias",
+    )
 
 
 def _numbers(size: int | tuple[int, ...]) -> tuple[int, ...]:

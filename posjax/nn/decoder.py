@@ -203,8 +203,7 @@ class Decoder(nnx.Module):
         """
 
         def stacked(layer: DecoderConfig, repeats: int):
-            heads = {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
-            cache = layer.scheme.init_cache(batch, capacity, **heads, chunk=chunk, dtype=layer.dtype)
+            cache = layer.scheme.init_cache(batch, capacity, **layer.cached, chunk=chunk, dtype=layer.dtype)
             return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (repeats, *leaf.shape)), cache)
 
         stacks = tuple(tuple(stacked(layer, n) for layer in layers) for layers, n in self.config.patterns)

@@ -171,7 +171,11 @@ class Attention(nnx.Module):
         arguments = {name: value for name, value in settings.items() if name != "shared"}
         arguments["gates"] = self.scheme.prepare(params, x, start=start, valid=arguments["valid"])
         arguments |= self.config.logit_options
-        out, cache = self.scheme.decode(*self._project(x), cache, params=params, placement=partition, **arguments)
+        return self._step(x, cache, params=params, placement=partition, **arguments)
+
+    def _step(self, x, cache, **arguments):
+        """The output for new tokens, and the cache with them; the arguments are those of ``Scheme.decode``."""
+        out, cache = self.scheme.decode(*self._project(x), cache, **arguments)
         return self._merge(out), cache
 
     def _project(self, x) -> list:
@@ -217,7 +221,9 @@ class Block(nnx.Module):
         norm = partial(make_norm, config.model_dim, config.norm)
         before, after = residual.norm != "after", residual.norm != "before"
         self.attention_norm = norm() if before and residual.first_norm else None
-        self.attention = Attention(config, rngs=rngs)
+        from posjax.nn.latent import LatentAttention  # which is derived from Attention
+
+        self.attention = (Attention if config.latent is None else LatentAttention)(config, rngs=rngs)
         self.attention_after = norm() if after else None
         self.mlp_norm = norm() if before and not residual.shared_norm else None
         self.mlp = (MLP if config.experts is None else ExpertsMLP)(config, rngs=rngs)

@@ -157,6 +157,46 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention, in place of separate projections of queries, keys and values; ``LatentAttention``.
+
+    Args:
+        rank: numbers of a token's latent, from which the keys and values of all heads are computed.
+        rotated: channels of a head that the features of the scheme read. Their keys are the same in all heads.
+        unrotated: channels of a head that no features read.
+        value: channels of a value.
+        query_rank: numbers of the latent of the queries; None for queries that are computed from the token itself.
+        norm: of both latents.
+
+    Raises:
+        ValueError: for a size that is not whole and above 0.
+    """
+
+    rank: int
+    rotated: int
+    unrotated: int
+    value: int
+    query_rank: int | None = None
+    norm: Norm = Norm()
+
+    def __post_init__(self):
+        sizes = {name: getattr(self, name) for name in ("rank", "rotated", "unrotated", "value")}
+        sizes |= {} if self.query_rank is None else {"query_rank": self.query_rank}
+        check_counts(**{f"latent.{name}": size for name, size in sizes.items()})
+        check(self.norm.kind == "rms", f"latent.norm must be of kind rms, found {self.norm.kind!r}")
+
+    @property
+    def size(self) -> int:
+        """Channels of a query and of a key."""
+        return self.rotated + self.unrotated
+
+    @property
+    def stored(self) -> int:
+        """Numbers of a token in a cache."""
+        return self.rotated + self.rank
+
+
+@dataclasses.dataclass(frozen=True)
 class Residual:
     """How a block adds the outputs of attention and MLP to ``x``; N are its norms and s is ``scale``.
 

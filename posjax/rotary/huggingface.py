@@ -27,7 +27,7 @@ _RULES: dict[str, type[FrequencyRule]] = {
     "proportional": Proportional,
 }
 # Names of older releases. Multimodal rope gives text tokens the same id on every axis, which is plain rope.
-_OLD_NAMES = {"su": "longrope", "mrope": "default"}
+_OLD_NAMES = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),

@@ -266,8 +266,18 @@ class SoftmaxAttention:
             chunk=chunk,
         )
 
-    def step(self, projected, cache: Cache, params: Params, where: TokenPositions, new: NewTokens, options) -> tuple:
-        """Attention of new tokens over the cache, and the cache with the new tokens."""
+    def step(
+        self,
+        projected,
+        cache: Cache,
+        params: Params,
+        where: TokenPositions,
+        new: NewTokens,
+        options,
+        *,
+        read: Callable | None = None,
+    ) -> tuple:
+        """Attention of new tokens over the cache, and the cache with the new tokens; see ``Scheme.decode``."""
         q, k, v = projected
         check(
             where.coordinates is None or self.caches == "rotated",
@@ -282,7 +292,8 @@ class SoftmaxAttention:
             "gates": None if new.gates is None else (new.gates, own.gates),
         }
         where = where._replace(kv_positions=own.positions)
-        return self.attend_cached(q, own.keys, own.values, params, where, **arguments, **options), cache
+        k, v = (own.keys, own.values) if read is None else read(own.keys)
+        return self.attend_cached(q, k, v, params, where, **arguments, **options), cache
 
 
 def bound_bias(bias: BiasSpec | None, params: Params, heads: int, gates: tuple[Array, Array] | None) -> Bias | None:

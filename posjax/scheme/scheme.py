@@ -12,6 +12,8 @@ Slots compose freely; slots that do not compose raise ValueError when the scheme
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +191,7 @@ class Scheme(Choices):
         kv_positions: Positions | None = None,
         coordinates: Float[Array, "*b tokens axes"] | Int[Array, "*b tokens axes"] | None = None,
         length: int | Int[Array, "..."] | None = None,
+        head_dim: int | None = None,
         placement: Placement | Partition | None = None,
         **options,
     ) -> Float[Array, "batch queries heads value_size"]:
@@ -203,6 +206,8 @@ class Scheme(Choices):
             coordinates: positions of the tokens for the features only, in several axes (images) or real-valued, if
                 queries and keys are the same tokens; masks, biases and scales still read the integer positions.
             length: the current length, for schemes that read it; the number of keys when left out.
+            head_dim: size of the head that the features read: the first channels of ``q`` and ``k`` if these have more
+                (the rotated part of latent attention); that of ``k`` when left out.
             placement: how the call is split over a mesh, as in ``attention``. Inside ``sharded.attend_on_mesh``,
                 ``params`` are those of all heads.
             options: the other arguments of ``attend_cached``.
@@ -214,6 +219,7 @@ class Scheme(Choices):
         check_projections(q, k, v, self.feature_map_or_identity.widths)
         check_length(length)
         given = {"q_positions": q_positions, "kv_positions": kv_positions, "coordinates": coordinates, "length": length}
+        given |= {"head_dim": head_dim}
         if not isinstance(placement, Placement):
             split = split_of(q, k, v, placement)
             placement = Placement()
@@ -224,7 +230,9 @@ class Scheme(Choices):
         where = self._where(q, k, placement, **given)
         return self._executor.attend(q, k, v, params or {}, where, **options)
 
-    def _where(self, q, k, placement: Placement, *, q_positions, kv_positions, coordinates, length) -> TokenPositions:
+    def _where(
+        self, q, k, placement: Placement, *, q_positions, kv_positions, coordinates, length, head_dim
+    ) -> TokenPositions:
         """The positions of the tokens of a call, by default 0, 1, 2, ..."""
         return TokenPositions(
             placement,
@@ -232,7 +240,7 @@ class Scheme(Choices):
             row_positions(placement, "kv_positions", kv_positions, k),
             coordinates,
             placement.whole(k.shape[1]) if length is None else length,
-            self.feature_map_or_identity.head_dim(k.shape[-1]),
+            self.feature_map_or_identity.head_dim(k.shape[-1]) if head_dim is None else head_dim,
         )
 
     def cache_entries(self, params: Params, k, v, positions: Positions, *, length=None) -> tuple[Array, Array]:
@@ -296,7 +304,16 @@ class Scheme(Choices):
         return self._softmax("attend_cached").attend_cached(q, k, v, params, where, **options)
 
     def init_cache(
-        self, batch: int, capacity: int, *, num_heads: int, num_kv_heads: int, head_dim: int, chunk: int = 1, dtype=None
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        chunk: int = 1,
+        dtype=None,
+        only_keys: bool = False,
     ) -> LayerCache:
         """An empty cache of one layer for ``decode``; see ``caches`` for what it holds.
 
@@ -309,6 +326,7 @@ class Scheme(Choices):
             head_dim: size of a head, and of a value.
             chunk: the most tokens decoded at once.
             dtype: of keys and values, float32 when left out.
+            only_keys: no values are stored, because ``decode(read=)`` computes them from the keys (latent attention).
 
         Raises:
             ValueError: for a number that is not whole and above 0, and a capacity beyond a learned embedding.
@@ -316,13 +334,14 @@ class Scheme(Choices):
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         check_counts(batch=batch, capacity=capacity, chunk=chunk, **heads)
         check_reach(self.reach, "capacity", capacity)
-        return self._executor.empty(batch, capacity, **heads, chunk=chunk, dtype=dtype)
+        empty = self._executor.empty(batch, capacity, **heads, chunk=chunk, dtype=dtype)
+        return dataclasses.replace(empty, v=None) if only_keys else empty
 
     def decode(
         self,
         q: Float[Array, "batch tokens heads query_size"],
         k: Float[Array, "batch tokens kv_heads key_size"],
-        v: Float[Array, "batch tokens kv_heads value_size"],
+        v: Float[Array, "batch tokens kv_heads value_size"] | None,
         cache: LayerCache,
         *,
         params: Params | None = None,
@@ -332,6 +351,8 @@ class Scheme(Choices):
         coordinates: Array | None = None,
         length: int | Int[Array, "..."],
         gates: Float[Array, "batch heads tokens"] | None = None,
+        head_dim: int | None = None,
+        read: Callable[[Array], tuple[Array, Array]] | None = None,
         placement: Partition | None = None,
         **options,
     ) -> tuple[Float[Array, "batch tokens heads value_size"], LayerCache]:
@@ -340,7 +361,7 @@ class Scheme(Choices):
         The result equals that of ``attend`` over the whole sequence at the same ``length``, for any split into calls.
 
         Args:
-            q, k, v: raw projections of the new tokens.
+            q, k, v: raw projections of the new tokens; ``v`` is None for a cache of keys only.
             cache: from ``init_cache``, or an earlier call.
             params: see ``attend``.
             index: for each token, how many tokens of its row come before it.
@@ -351,11 +372,15 @@ class Scheme(Choices):
             length: the current length for schemes that read it: the same for the whole generation. Otherwise cached and
                 new keys would have different frequencies.
             gates: the result of ``prepare`` for the new tokens.
+            head_dim: see ``attend``.
+            read: for a cache of keys only, the keys and values of attention, ``[batch, slots, kv_heads, size]``, from
+                the stored keys. The first ``head_dim`` channels must stay the first ones.
             placement: how the queries are split over the Auto axes of a mesh; see ``attention``. On Explicit axes the
                 cache keeps its sharding.
             options: passed to ``attention``.
         """
-        check_projections(q, k, v, self.feature_map_or_identity.widths)
+        if read is None:
+            check_projections(q, k, v, self.feature_map_or_identity.widths)
         check_rows(cache, q)
         check_length(length)
         valid = jnp.ones_like(index, bool) if valid is None else valid
@@ -372,8 +397,9 @@ class Scheme(Choices):
             positions,
             coordinates,
             length,
-            self.feature_map_or_identity.head_dim(k.shape[-1]),
+            self.feature_map_or_identity.head_dim(k.shape[-1]) if head_dim is None else head_dim,
             partition=specs[0] if has_explicit(q) else placement,
         )
+        step = self._executor.step if read is None else partial(self._softmax("read").step, read=read)
         arguments = params or {}, where, NewTokens(index, valid, gates), options
-        return on_auto_axes(self._executor.step, [q, k, v], cache, *arguments, like=specs)
+        return on_auto_axes(step, [q, k, v], cache, *arguments, like=specs)

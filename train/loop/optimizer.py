@@ -168,7 +168,7 @@ def _orthogonal(names: tuple[str | None, ...], update: Array) -> Array:
     With ``X`` the update over its Frobenius norm, five times ``X <- a X + b A X + c A^2 X``, where ``A = X X^T``.
     """
     lead = len({"layers", "experts"} & set(names))
-    sides = (update.shape[lead], -1) if names[lead] == "embed" else (-1, update.shape[-1])
+    sides = (update.shape[lead], -1) if names[lead] in ("embed", "rank") else (-1, update.shape[-1])
     x = update.reshape(*update.shape[:lead], *sides)
     inputs, outputs = x.shape[-2:]
     x = x.mT if inputs > outputs else x  # A is then the smaller of the two products

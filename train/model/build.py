@@ -20,7 +20,7 @@ from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.presets import scheme, scheme_options
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check, check_chunks
-from train.config.settings.model import ExpertsConfig
+from train.config.settings.model import ExpertsConfig, LatentConfig
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES, EXPERT
@@ -153,6 +153,7 @@ class Setup:
         fields |= {
             "vocab_size": fields["vocab_size"] or self.tokenizer.vocabulary_size,
             "experts": model.experts and _experts(model.experts),
+            "latent": model.latent and _latent(model.latent),
             "norm": nn.Norm(**vars(model.norm)),
             "residual": nn.Residual(**vars(model.residual)),
             "placement": self.placement,
@@ -206,6 +207,11 @@ class Setup:
 def _experts(settings: ExpertsConfig) -> nn.Experts:
     """The mixture of experts of a config. Raises ValueError, with the key, for one that cannot be built."""
     return nn.Experts(**{**vars(settings), "router": nn.Router(**vars(settings.router))})
+
+
+def _latent(settings: LatentConfig) -> nn.Latent:
+    """The latent attention of a config. Raises ValueError, with the key, for one that cannot be built."""
+    return nn.Latent(**vars(settings) | {"norm": nn.Norm(**vars(settings.norm))})
 
 
 def check_model(setup: Setup) -> None:

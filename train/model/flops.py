@@ -77,6 +77,8 @@ def _pair_work(layer: DecoderConfig, length: int, documents: Counter[int], token
     if scheme.linear is not None:
         return 2 * tokens * scheme.linear.size(size) * size
     pairs = _pairs(scheme, layer.causal, length, documents)
+    if layer.latent is not None:
+        return pairs * (layer.latent.size + layer.latent.value)
     return pairs * (_score_size(layer) + size)
 
 
@@ -101,32 +103,53 @@ def maxtext_flops(setup: Setup) -> Flops:
     attention = layers x 12 heads d_head length^2 / 2 x rows.
     """
     decoder, train = setup.decoder, setup.config.train
-    work = 12 * decoder.num_heads * sum(layer.head_dim for layer in decoder.every_layer)
+    work = 6 * decoder.num_heads * sum(map(sum, map(head_sizes, decoder.every_layer)))
     return Flops(6.0 * product_parameters(decoder) * train.batch_tokens, work * train.length**2 / 2 * train.rows)
 
 
 def product_parameters(decoder: DecoderConfig) -> int:
     """N, the parameters that are multiplied with tokens: projections, hidden layers and the head,
 
-        layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary.
+        layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary,
+
+    or, with latent attention of ranks r and r_q, d_q = d_r + d_c, and n heads,
+
+        layers x (width x (r + d_r + r_q + n d_v) + r n (d_c + d_v) + r_q n d_q).
 
     Of a mixture of experts, the experts that a token uses count, the MLP that all tokens share, and the router. The
     embedding is a lookup, and counts only if it is also the head.
     """
-    widths = (layers * product_width(layer) for layer, layers in Counter(decoder.every_layer).items())
-    return decoder.model_dim * (sum(widths) + decoder.vocab_size)
+    layers = sum(count * layer_products(layer) for layer, count in Counter(decoder.every_layer).items())
+    return layers + decoder.model_dim * decoder.vocab_size
 
 
-def product_width(layer: DecoderConfig) -> int:
-    """The parameters of a layer that are multiplied with a token, by the width of the model."""
-    size, scheme, experts, matrices = layer.head_dim, layer.scheme, layer.experts, 3 if layer.gated else 2
+def layer_products(layer: DecoderConfig) -> int:
+    """The parameters of a layer that are multiplied with a token."""
+    experts, matrices = layer.experts, 3 if layer.gated else 2
     hidden = matrices * layer.mlp_dim
     if experts is not None:
         shared = matrices * (experts.shared_dim or 0) + experts.shared_gate
         hidden = experts.per_token * hidden + shared + experts.count
-    queries = layer.num_heads * (scheme.query_size(size) + size)
-    values = 0 if layer.keys_as_values else size
-    return queries + layer.num_kv_heads * (scheme.key_size(size) + values) + hidden
+    return attention_products(layer) + layer.model_dim * hidden
+
+
+def attention_products(layer: DecoderConfig) -> int:
+    """The parameters of attention in a layer that are multiplied with a token."""
+    heads, width, size, latent = layer.num_heads, layer.model_dim, layer.head_dim, layer.latent
+    if latent is None:
+        queries = heads * (layer.scheme.query_size(size) + size)
+        values = 0 if layer.keys_as_values else size
+        return width * (queries + layer.num_kv_heads * (layer.scheme.key_size(size) + values))
+    into = width if latent.query_rank is None else latent.query_rank
+    queries = into * heads * latent.size + (0 if latent.query_rank is None else width * latent.query_rank)
+    keys = width * latent.stored + latent.rank * heads * (latent.unrotated + latent.value)
+    return queries + keys + heads * latent.value * width
+
+
+def head_sizes(layer: DecoderConfig) -> tuple[int, int]:
+    """The channels of a key and of a value."""
+    latent = layer.latent
+    return (layer.head_dim, layer.head_dim) if latent is None else (latent.size, latent.value)
 
 
 def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -> float:

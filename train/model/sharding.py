@@ -20,6 +20,7 @@ AXIS_RULES: dict[str, tuple[str, ...]] = {
     "length": ("context",),
     "embed": ("fsdp", EXPERT, "context"),
     "experts": (EXPERT,),
+    "rank": ("fsdp", EXPERT, "context"),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

@@ -42,8 +42,8 @@ def is_axis_names(node: Any) -> bool:
 
 
 def is_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether a parameter with axes of these names is a matrix: from or to the width of the residual stream.
+    """Whether a parameter with axes of these names is a matrix: from or to the residual stream, or from a latent.
 
     The router of a mixture of experts does not count as a matrix.
     """
-    return "embed" in names and len(set(names) - {None, "layers", "experts"}) > 1
+    return not {"embed", "rank"}.isdisjoint(names) and len(set(names) - {None, "layers", "experts"}) > 1

@@ -20,7 +20,7 @@ from posjax.nn import DecoderConfig
 from posjax.nn.config import REMAT
 from train.config import Config, TrainConfig
 from train.model.build import Setup
-from train.model.flops import product_parameters, update_flops
+from train.model.flops import head_sizes, product_parameters, update_flops
 from train.plan.compiling import DoesNotCompile, compiler_flags
 from train.plan.gpus import IN_A_NODE, Nodes
 from train.plan.plan import Plan, check_split, compiled_with, make_plan, mesh_text
@@ -128,10 +128,8 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     gathered = 4 * parameters / decoder.num_layers / tensor / axes["expert"]
     # Numbers of a token inside a layer: projections and hidden units.
     inner = max(map(_inner_numbers, decoder.every_layer)) / tensor
-    width, attended = (
-        decoder.model_dim,
-        max(layer.head_dim for layer in decoder.every_layer) * decoder.num_heads / tensor,
-    )
+    values = max(head_sizes(layer)[1] for layer in decoder.every_layer)
+    width, attended = decoder.model_dim, values * decoder.num_heads / tensor
     kept = {
         "none": 2 * inner + width,
         "dots": inner + width + attended,
@@ -146,7 +144,7 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
 
 def _inner_numbers(layer: DecoderConfig) -> int:
     experts = 1 if layer.experts is None else layer.experts.per_token
-    return layer.head_dim * 2 * (layer.num_heads + layer.num_kv_heads) + 3 * experts * layer.mlp_dim
+    return sum(head_sizes(layer)) * (layer.num_heads + layer.num_kv_heads) + 3 * experts * layer.mlp_dim
 
 
 def _all_parameters(decoder: DecoderConfig) -> int:
@@ -175,8 +173,8 @@ def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod | Nodes) -> float
     each = 2 * tokens / link
     gathered = 6 * _all_parameters(decoder) / axes["tensor"] / axes["expert"] * parts / link
     inside = 8 * each * decoder.num_layers * decoder.model_dim * (axes["tensor"] > 1)
-    keys = sum(layer.num_kv_heads * layer.head_dim for layer in decoder.every_layer)
-    around = 6 * each * keys * (axes["context"] - 1)
+    keys = sum(layer.num_kv_heads * sum(head_sizes(layer)) for layer in decoder.every_layer)
+    around = 3 * each * keys * (axes["context"] - 1)
     shared = 4 * _all_parameters(decoder) * parts * pod.slices / pod.chips
     crossed = shared * (pod.slices - 1) / pod.slices / (1e9 * pod.links.dcn)
     return max(work, gathered * (axes["fsdp"] * axes["context"] > 1) + around, crossed) + inside

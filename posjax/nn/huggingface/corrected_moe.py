@@ -130,6 +130,7 @@ GLM4_MOE = Family(
     | default_sizes(131_072, 10944, 8)
     | {"rms_norm_eps": 1e-5, "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 1},
     aliases={"num_local_experts": "n_routed_experts"},
+    predicts_more=True,
 )
 
 SOLAR_OPEN = Family(

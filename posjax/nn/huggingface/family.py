@@ -44,6 +44,7 @@ class Family:
         renamed: other names that some files use for tensors.
         inside: parts of tensors' names, each with the name in the memory of transformers, and in files written from it.
         ignored: names of tensors that are not parameters, such as buffers; for tensors of a layer the end of the name.
+        predicts_more: whether files may have layers after the last, which predict further tokens; they are not read.
         aliases: other names of keys, each with the key that transformers reads it as.
         norm: the norms; their eps comes from ``config.json``.
         eps: the key of that eps; empty if ``config.json`` has none, and ``norm`` says it.
@@ -65,6 +66,7 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
     inside: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
     ignored: Sequence[str] = ("rotary_emb.inv_freq",)
+    predicts_more: bool = dataclasses.field(default=False, kw_only=True)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     norm: Norm = dataclasses.field(default_factory=Norm)
     eps: str = "rms_norm_eps"
@@ -89,7 +91,9 @@ class Family:
 
 def sizes_of(config: DecoderConfig) -> dict[str, int]:
     """The sizes of axes, by their names in the patterns of views, for the config of a layer."""
+    latent = {} if config.latent is None else vars(config.latent)
     return {
+        **{name: latent.get(name) for name in ("rank", "rotated", "unrotated", "value", "query_rank")},
         "vocab": config.vocab_size,
         "embed": config.model_dim,
         "heads": config.num_heads,

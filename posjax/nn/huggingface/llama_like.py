@@ -194,29 +194,30 @@ _MINISTRAL3_ROPE = {
 }
 
 
-def _ministral3_scheme(values: Values) -> Scheme:
-    """A mistral whose queries grow with their position; ``rope_parameters`` say how."""
+def ministral_scale(values: Values) -> scales.MinistralTemperature:
+    """The growth of queries with their position; ``rope_parameters`` say how."""
     rope = values.get("rope_scaling") or values["rope_parameters"]
     keys = ("original_max_position_embeddings", "llama_4_scaling_beta")
     lacking = [key for key in keys if rope.get(key) is None]
-    check(not lacking, f"config.json: rope_parameters of ministral3 lack {lacking[0] if lacking else None!r}")
-    return windowed(values, scale=scales.MinistralTemperature(*(rope[key] for key in keys)))
+    name = values["model_type"]
+    check(not lacking, f"config.json: rope_parameters of {name} lack {lacking[0] if lacking else None!r}")
+    return scales.MinistralTemperature(*(rope[key] for key in keys))
 
 
-def _ministral3_values(config: DecoderConfig) -> dict[str, Any]:
+def ministral_rope_values(config: DecoderConfig) -> dict[str, Any]:
+    """``rope_values`` with the inverse of ``ministral_scale``."""
     values, scale = rope_values(config), config.layers.schemes[0].scale
-    wanted = "config.json of ministral3 needs scales.MinistralTemperature"
+    wanted = "config.json of this family needs scales.MinistralTemperature"
     check(type(scale) is scales.MinistralTemperature, f"scheme: {wanted}, found scale {describe(scale)}")
     more = {"original_max_position_embeddings": scale.length, "llama_4_scaling_beta": scale.beta}
-    rope = values.get("rope_parameters", {}) | more
-    return {"sliding_window": window_of(config)} | values | {"rope_parameters": rope}
+    return values | {"rope_parameters": values.get("rope_parameters", {}) | more}
 
 
 MINISTRAL3 = llama_family(
     "ministral3",
     "Ministral3ForCausalLM",
-    lambda values: {"scheme": _ministral3_scheme(values)},
-    _ministral3_values,
+    lambda values: {"scheme": windowed(values, scale=ministral_scale(values))},
+    lambda config: {"sliding_window": window_of(config)} | ministral_rope_values(config),
     defaults=default_sizes(262_144, 14336, 8)
     | {"rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _MINISTRAL3_ROPE},
 )

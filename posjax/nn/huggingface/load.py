@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -272,7 +273,7 @@ def check_tensors(source: Source, family: Family, config: DecoderConfig, paramet
     used |= _constants(source, family, config)
     tied = set(_of_tables(source, family, config)) if config.tied_head else ()
     left = [name for name, entry in source.entries.items() if entry not in used and name not in tied]
-    extra = [name for name in left if not _is_ignored(name, family)]
+    extra = [name for name in left if not (_is_ignored(name, family) or _is_after(name, family, config))]
     check(
         not extra,
         f"unexpected tensors: {', '.join(extra[:3])}{f' and {len(extra) - 3} more' if len(extra) > 3 else ''}; "
@@ -317,6 +318,12 @@ _ROWS = 4096  # rows compared at a time
 
 def _is_ignored(name: str, family: Family) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in family.ignored)
+
+
+def _is_after(name: str, family: Family, config: DecoderConfig) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens."""
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name) if family.predicts_more else None
+    return layer is not None and int(layer[1]) >= config.num_layers
 
 
 def _of_tables(source: Source, family: Family, config: DecoderConfig) -> list[str | None]:

@@ -100,6 +100,8 @@ def mixture(
 ) -> dict[str, Any]:
     """The field ``experts``, from the keys of its numbers; ``dense_dim`` is read if there are dense layers."""
     layers = tuple(dense)
+    for key in (count, per_token):
+        check(values.get(key) is not None, f"config.json lacks {key!r}")
     return {
         "experts": Experts(
             values[count],

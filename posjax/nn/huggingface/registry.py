@@ -11,6 +11,7 @@ from posjax.nn.huggingface import (
     corrected_moe,
     gemma_like,
     gpt_like,
+    latent_like,
     llama_like,
     moe_like,
     olmo_like,
@@ -21,8 +22,13 @@ from posjax.nn.huggingface.text_parts import text_values
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
 _ALL += (*qk_norm_like.QK_NORM_LIKE, *moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE)
+_ALL += latent_like.LATENT_LIKE
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
+
+
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+"""Types that releases have for models of another type; they are written as that type."""
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
@@ -32,7 +38,12 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """
     check("model_type" in values, "config.json lacks model_type: it is not the configuration of a released model")
     name = values["model_type"]
+    name = _OTHER_NAMES.get(name, name) if isinstance(name, str) else name
     quantised = values.get("quantization_config")
+    check(
+        name not in latent_like.INDEXED,
+        f"config.json: the attention of {name!r} chooses keys by a learned index, which Decoder does not have",
+    )
     check_choice("config.json: model_type", name, tuple(FAMILIES))
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
     check(
@@ -51,6 +62,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     """
     values = text_values(values)
     family = family_of(values)
+    values = {**values, "model_type": family.model_type}
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
     filled = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
     filled |= {key: None for key in (*family.defaults, *_ROPE) if key in values and values[key] is None}
@@ -102,6 +114,7 @@ _KEYS = {
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv"), float),
     "attention_multiplier": float,
     **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn", "num_global_key_value_heads"), int),
+    "scale_depth": float,
 }
 """Keys of several families whose kind does not follow from a default."""
 _ROPE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
@@ -116,6 +129,10 @@ _MAY_BE_NONE = (
     "clip_qkv",
     "per_layer_config",
     "num_global_key_value_heads",
+    "q_lora_rank",
+    "v_head_dim",
+    "scale_depth",
+    "dim_model_base",
     "moe_layers",
     "no_rope_layers",
     "attention_chunk_size",

@@ -138,6 +138,14 @@ GEMMA4 = (
         },
     }
 )
+LATENT = {key: LLAMA[key] for key in LLAMA if key != "head_dim"} | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
 # The keys of a release's config.json that change nothing here are among them.
 LATER: dict[str, dict] = {
     "ministral": LLAMA | {"model_type": "ministral", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9},
@@ -246,6 +254,16 @@ LATER: dict[str, dict] = {
     | {"model_type": "opt", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "ffn_dim": 96}
     | {"max_position_embeddings": 64, "activation_function": "gelu", "enable_bias": False, "init_std": 0.15}
     | {"tie_word_embeddings": False},
+    "minicpm3": LATENT
+    | {"model_type": "minicpm3", "attention_bias": True, "mlp_bias": True, "dim_model_base": 16, "scale_depth": 0.7}
+    | {"rms_norm_eps": 1e-4, "rope_parameters": STATED | rope(1e4, rope_type="yarn", mscale=0.7, mscale_all_dim=1.0)},
+    "minicpm3-null": LATENT
+    | {"model_type": "minicpm3", "q_lora_rank": None, "v_head_dim": None, "scale_depth": None, "dim_model_base": None}
+    | {"rope_parameters": LONG | {"short_factor": LONG["short_factor"][:4], "long_factor": LONG["long_factor"][:4]}},
+    "youtu": LATENT
+    | {"model_type": "youtu", "attention_bias": True, "tie_word_embeddings": False}
+    | {"rope_parameters": STATED | rope(1e4, rope_type="yarn", mscale=1.0, mscale_all_dim=0.8)},
+    "youtu-half": LATENT | {"model_type": "youtu", "rope_interleave": False, "q_lora_rank": None},
 }
 """Families whose parity is in the wide grid alone."""
 
@@ -297,6 +315,37 @@ MIXTURES: dict[str, dict] = {
     "llama4_text": LLAMA
     | {"model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 1}
     | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 72, "attention_chunk_size": 16, "floor_scale": 8},
+}
+MIXTURES |= {
+    "deepseek_v2": LATENT
+    | OF_EIGHT
+    | {"model_type": "deepseek_v2", "num_hidden_layers": 3, "first_k_dense_replace": 1, "topk_method": "greedy"}
+    | {"q_lora_rank": None, "routed_scaling_factor": 1.5},
+    "deepseek_v2-groups": LATENT
+    | OF_EIGHT
+    | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    | {"attention_bias": True, "routed_scaling_factor": 16.0}
+    | {"rope_parameters": STATED | rope(1e4, rope_type="yarn", mscale=0.707, mscale_all_dim=0.707)},
+    "deepseek_v3": LATENT
+    | OF_EIGHT
+    | {"model_type": "deepseek_v3", "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+    | {"attention_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn", mscale=0.8, mscale_all_dim=1.0)},
+    "deepseek_v3-half": LATENT
+    | OF_EIGHT
+    | {"model_type": "deepseek_v3", "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+    | {"rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None},
+    "glm4_moe_lite": LATENT
+    | OF_EIGHT
+    | {"model_type": "glm4_moe_lite", "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
+    | {"n_group": 2, "topk_group": 1, "rope_parameters": rope(1e6)},
+    "sarvam_mla": LATENT | OF_EIGHT | {"model_type": "sarvam_mla", "num_hidden_layers": 3, "q_lora_rank": None},
+    "mistral4": LATENT
+    | OF_EIGHT
+    | {"model_type": "mistral4", "n_group": 4, "topk_group": 2}
+    | {
+        "rope_parameters": STATED
+        | rope(1e4, rope_type="yarn", mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5)
+    },
 }
 LATER |= MIXTURES
 CASES |= LATER

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from nn.huggingface import released
 
+from posjax.nn.huggingface import FAMILIES
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -16,7 +18,8 @@ def random_model(values, kind=transformers.AutoModelForCausalLM):
     """A random model of transformers; its biases, gains of norms and corrections of routers are far from 0 and 1."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**values)
-    model = kind.from_config(config, attn_implementation="eager").eval().float()
+    make = kind.from_config if type(config) in kind._model_mapping else class_of(values)._from_config
+    model = make(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -28,6 +31,11 @@ def random_model(values, kind=transformers.AutoModelForCausalLM):
             if name.endswith("correction_bias"):
                 number.copy_(torch.empty_like(number).uniform_(-0.3, 0.3))
     return model
+
+
+def class_of(values):
+    """The class of a model that transformers has only as a part of others."""
+    return getattr(transformers, FAMILIES[values["model_type"]].architecture)
 
 
 def logits(model, tokens):

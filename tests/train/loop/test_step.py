@@ -232,6 +232,21 @@ def test_meshes_remat_and_chunks_change_no_loss_of_a_model_with_every_option(bat
     assert all(jax.tree.leaves(moved)), "every parameter has a gradient"
 
 
+LATENTS = {"rank": 12, "rotated": 8, "unrotated": 4, "value": 6, "query_rank": 10}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_latent_attention_trains_on_a_mesh_as_on_one_device(batch, optimizer):
+    found = []
+    for sizes in ({"data": 1}, {"data": 1, "fsdp": 2, "tensor": 2}):
+        program, mesh = build("rope", {"latent": LATENTS}, optimizer=optimizer, mesh=sizes)
+        state, losses = run(program, mesh, batch, begin(program, random_parameters(program)), steps=10)
+        found.append((jax.device_get(state.parameters), losses))
+    assert_same_training(*found)
+    assert losses[-1] < losses[0]
+
+
 SLICES = {"replica": 2, "data": 1, "fsdp": 4}
 SPLIT = {"replica": 2, "data": 1, "fsdp": 2, "context": 2}
 EXPERTS = {"remat": "full", "experts": {"count": 4, "per_token": 2, "balance": 0.05, "shared_dim": 8}}

@@ -9,7 +9,7 @@ from flax import nnx
 
 from posjax import scheme as preset
 from posjax.masks import Band, Beyond, Causal, Chunked, ChunksApart, Dilated, FirstTokens, GlobalFirst, Prefix, Window
-from posjax.nn import Decoder, DecoderConfig, Experts, logical_axes
+from posjax.nn import Decoder, DecoderConfig, Experts, Latent, logical_axes
 from posjax.remap import LMInfinite
 from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme
@@ -134,6 +134,18 @@ def test_padding_and_other_documents_cost_nothing():
 def test_features_that_are_wider_than_a_head():
     wide = dataclasses.replace(LLAMA, scheme=SchemeConfig("pope"))
     assert update_flops(Setup(wide)).attention == update_flops(Setup(LLAMA)).attention * 3 / 2
+
+
+@pytest.mark.parametrize("query_rank", [None, 20])
+def test_latent_attention_counts_its_matrices_and_both_sizes_of_a_head(query_rank):
+    latent = Latent(12, 8, 6, 10, query_rank)
+    config = DecoderConfig(260, 3, 24, 4, latent=latent, scheme=preset("rope"))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))]
+    gains = 3 * (12 + (query_rank or 0) + 2 * 24) + 24
+    assert product_parameters(config) == sum(map(np.prod, shapes)) - gains
+    row = np.zeros((1, 20), np.int32)
+    assert decoder_flops(config, row).attention == 6 * 3 * 4 * (20 * 21 // 2) * (8 + 6 + 10)
 
 
 def test_the_convention_of_maxtext_counts_half_a_square():

@@ -71,6 +71,18 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """The fields of `posjax.nn.Latent`."""
+
+    rank: int = 64
+    rotated: int = 16
+    unrotated: int = 32
+    value: int = 32
+    query_rank: int | None = None
+    norm: NormConfig = field(default_factory=NormConfig)
+
+
+@dataclass(frozen=True)
 class ResidualConfig:
     """The fields of `posjax.nn.Residual`."""
 
@@ -107,6 +119,7 @@ class ModelConfig:
         "xielu",
     ] = "swiglu"
     experts: ExpertsConfig | None = None  # a mixture of experts in place of every MLP
+    latent: LatentConfig | None = None  # multi-head latent attention; head_dim and num_kv_heads follow from it
     norm: NormConfig = field(default_factory=NormConfig)
     residual: ResidualConfig = field(default_factory=ResidualConfig)
     biases: tuple[str, ...] = ()  # those of qkv, output, mlp, head that have a bias

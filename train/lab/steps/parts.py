@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from posjax.nn import DecoderConfig
 from train.lab.steps.products import Product, products_of
+from train.model.flops import head_sizes
 from train.plan.hbm_traffic import LOOKUPS, is_lookup
 from train.plan.hlo import Array, Instruction, Module
 
@@ -57,7 +58,7 @@ class Widths:
         """The sizes of a decoder: those of its last layer, if layers differ."""
         layer = decoder.of_layer(decoder.num_layers - 1)
         heads = (layer.num_heads, layer.num_kv_heads)
-        return cls(layer.model_dim, layer.mlp_dim, layer.vocab_size, heads, layer.head_dim, length, devices)
+        return cls(layer.model_dim, layer.mlp_dim, layer.vocab_size, heads, head_sizes(layer)[0], length, devices)
 
     def shards(self, size: int) -> set[int]:
         """A size, and its shards' sizes if it is split over devices, except those that equal another whole size."""
