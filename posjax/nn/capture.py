@@ -42,8 +42,9 @@ def capture(model: Decoder, tokens: Int[Array, "batch length"], *, length: int |
     """
     inputs = model._layer_inputs(tokens, None, None, length, None)
     x = model._embed(tokens, inputs)
-    for stack, (schemes, repeats) in zip(model.stacks, model.config.layers.patterns, strict=True):
+    for stack, (layers, repeats) in zip(model.stacks, model.config.patterns, strict=True):
         graph, state = nnx.split(stack)
+        schemes = tuple(layer.scheme for layer in layers)
         static = {"graph": graph, "schemes": schemes, "length": inputs.length}
         shared = [inputs.shared.get(scheme, {}) for scheme in schemes]
         for n in range(repeats):

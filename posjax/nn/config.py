@@ -2,6 +2,8 @@
 
 import dataclasses
 import operator
+from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +18,12 @@ from posjax.scheme.layers import MOST_LAYERS
 
 _MOST_PARAMETERS = 10**16
 """A thousand times the largest models."""
+
+_LONGEST_PERIOD = 64
+"""Of layers that differ in more than their schemes."""
+
+BY_LAYER = ("num_kv_heads", "head_dim", "mlp_dim")
+"""The sizes that may differ from layer to layer."""
 
 REMAT = ("none", "dots", "offload", "attention", "full")
 
@@ -42,14 +50,15 @@ class DecoderConfig:
         num_layers: number of blocks.
         model_dim: width of the residual stream.
         num_heads: query heads.
-        num_kv_heads: key and value heads (GQA); ``num_heads`` when left out.
+        num_kv_heads: key and value heads (GQA); ``num_heads`` when left out. This, ``head_dim`` and ``mlp_dim`` are one
+            number for all layers, or a tuple with a number for each; see ``of_layer``.
         head_dim: size of a head; ``model_dim // num_heads`` when left out.
         mlp_dim: hidden width; when left out 4 ``model_dim``, or for a gated MLP 8/3 ``model_dim`` rounded up to a
             multiple of 8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
             ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``,
             ``"relu-squared"``.
-        experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert (gpt-oss).
+        experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert.
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.
         biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
@@ -86,9 +95,9 @@ class DecoderConfig:
     num_layers: int
     model_dim: int
     num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    mlp_dim: int | None = None
+    num_kv_heads: int | tuple[int, ...] | None = None
+    head_dim: int | tuple[int, ...] | None = None
+    mlp_dim: int | tuple[int, ...] | None = None
     activation: str = "swiglu"
     experts: Experts | None = None
     norm: Norm = dataclasses.field(default=Norm())
@@ -121,10 +130,12 @@ class DecoderConfig:
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         self._fill_defaults()
-        check(
-            self.num_heads % self.num_kv_heads == 0,
-            f"num_heads must be a multiple of num_kv_heads, found {self.num_heads} and {self.num_kv_heads}",
-        )
+        for kv_heads in _numbers(self.num_kv_heads):
+            fits = self.num_heads % kv_heads == 0
+            check(fits, f"num_heads must be a multiple of num_kv_heads, found {self.num_heads} and {kv_heads}")
+        dense = () if self.experts is None else self.experts.dense
+        fits = max(dense, default=0) < self.num_layers
+        check(fits, f"experts.dense names layers from 0 to {self.num_layers - 1}, found {describe(dense)}")
         self._check_total()
         self._check_schemes()
 
@@ -140,12 +151,13 @@ class DecoderConfig:
             check_count("trained_length", self.trained_length)
 
     def _check_schemes(self) -> None:
-        for scheme in uniform(self.scheme, self.num_layers).kinds:
+        schemes = self.layers.schemes
+        for scheme, size in set(zip(schemes, self._every("head_dim"), strict=True)):
             scheme.check_direction(self.causal)
             for name in self.logit_options:
                 check(scheme.linear is None, f"{name}: linear attention has no logits for it; leave it out")
             # Raises ValueError for an odd head size, or one that the frequency rule cannot rotate.
-            scheme.query_size(self.head_dim), scheme.key_size(self.head_dim)
+            scheme.query_size(size), scheme.key_size(size)
 
     def _fill_defaults(self) -> None:
         if self.head_dim is None:
@@ -164,12 +176,18 @@ class DecoderConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         check_positive("embedding_scale", self.embedding_scale)
-        for name in ("num_kv_heads", "head_dim", "mlp_dim"):
-            check_size(name, name, getattr(self, name))
+        for name in BY_LAYER:
+            numbers = _numbers(getattr(self, name))
+            for number in numbers:
+                check_size(name, name, number)
+            fits = len(numbers) in (1, self.num_layers)
+            check(fits, f"{name} must be one number, or one for each of {self.num_layers} layers, found {len(numbers)}")
+            object.__setattr__(self, name, numbers[0] if len(set(numbers)) == 1 else numbers)
 
     def _check_total(self) -> None:
         experts = 1 if self.experts is None else self.experts.count
-        layer = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim + (2 + self.gated) * experts * self.mlp_dim
+        kv_heads, size, hidden = (max(_numbers(getattr(self, name))) for name in BY_LAYER)
+        layer = 2 * (self.num_heads + kv_heads) * size + (2 + self.gated) * experts * hidden
         total = self.model_dim * (self.vocab_size + self.num_layers * layer)
         sizes = f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {self.model_dim}"
         fits = total <= _MOST_PARAMETERS
@@ -202,11 +220,81 @@ class DecoderConfig:
 
     @property
     def layers(self) -> Layers:
-        """The scheme of every layer; a first layer without a norm is a separate pattern."""
-        layers = uniform(self.scheme, self.num_layers)
-        return layers if self.residual.first_norm else _with_first_alone(layers)
+        """The scheme of every layer."""
+        return uniform(self.scheme, self.num_layers)
+
+    def of_layer(self, layer: int) -> "DecoderConfig":
+        """The config of a decoder whose layers are all like the one of this number, from 0: ``scheme`` is a ``Scheme``,
+        sizes are single numbers, and ``experts`` is None if the layer has none.
+
+        Raises:
+            ValueError: for a layer that there is not.
+        """
+        there = type(layer) is int and 0 <= layer < self.num_layers
+        check(there, f"layer must be from 0 to {self.num_layers - 1}, found {describe(layer)}")
+        sizes = {name: self._every(name)[layer] for name in BY_LAYER}
+        experts, residual = self.experts, self.residual
+        if experts is not None and layer in experts.dense:
+            sizes["mlp_dim"] = experts.dense_dim or sizes["mlp_dim"]
+            experts = None
+        elif experts is not None:
+            experts = dataclasses.replace(experts, dense=(), dense_dim=None)
+        if layer > 0:
+            residual = dataclasses.replace(residual, first_norm=True)
+        scheme = self.layers.schemes[layer]
+        return dataclasses.replace(self, **sizes, experts=experts, residual=residual, scheme=scheme)
+
+    @cached_property
+    def every_layer(self) -> tuple["DecoderConfig", ...]:
+        """The config of every layer, in order; equal layers have the same object."""
+        dense = () if self.experts is None else self.experts.dense
+        numbers = range(self.num_layers)
+        parts = zip(self.layers.schemes, *map(self._every, BY_LAYER), strict=True)
+        keys = [(*part, n in dense, n == 0 and not self.residual.first_norm) for n, part in enumerate(parts)]
+        firsts = {key: n for n, key in zip(reversed(numbers), reversed(keys), strict=True)}
+        made = {key: self.of_layer(n) for key, n in firsts.items()}
+        return tuple(made[key] for key in keys)
+
+    @cached_property
+    def patterns(self) -> tuple[tuple[tuple["DecoderConfig", ...], int], ...]:
+        """The layers as a sequence of patterns, each repeated, as ``Layers.patterns``, with the config of every layer.
+
+        The patterns are those of the scheme, unless layers differ in something else.
+        """
+        every, start, patterns = self.every_layer, 0, []
+        for schemes, repeats in self.layers.patterns:
+            period = every[start : start + len(schemes)]
+            end = start + len(schemes) * repeats
+            if every[start:end] != period * repeats:
+                return find_patterns(every)
+            patterns.append((period, repeats))
+            start = end
+        return tuple(patterns)
+
+    def _every(self, name: str) -> tuple[int, ...]:
+        """A size of every layer."""
+        numbers = _numbers(getattr(self, name))
+        return numbers * self.num_layers if len(numbers) == 1 else numbers
 
 
-def _with_first_alone(layers: Layers) -> Layers:
-    (schemes, repeats), *rest = layers.patterns
-    return layers if repeats == 1 else Layers(((schemes, 1), (schemes, repeats - 1), *rest))
+def _numbers(size: int | tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size) if isinstance(size, tuple | list) else (size,)
+
+
+def find_patterns(layers: Sequence[Hashable]) -> tuple[tuple[tuple[Any, ...], int], ...]:
+    """A sequence as patterns that repeat: from the start, always the shortest period that covers the most layers."""
+    patterns, start = [], 0
+    while start < len(layers):
+        most = min(_LONGEST_PERIOD, len(layers) - start)
+        repeats = {period: _repeats(layers[start:], period) for period in range(1, most + 1)}
+        repeating = [period for period in repeats if period == 1 or repeats[period] > 1]
+        best = max(repeating, key=lambda period: (period * repeats[period], -period))
+        patterns.append((tuple(layers[start : start + best]), repeats[best]))
+        start += best * repeats[best]
+    return tuple(patterns)
+
+
+def _repeats(layers: Sequence[Hashable], period: int) -> int:
+    """How often the first layers repeat."""
+    differing = (n for n in range(period, len(layers)) if layers[n] != layers[n - period])
+    return next(differing, len(layers)) // period

@@ -69,7 +69,7 @@ _serial.register(DecoderCache)
 class Decoder(nnx.Module):
     """Token embedding, blocks, final norm, logits.
 
-    Blocks are stacked by pattern of ``config.layers``: every parameter of ``stacks[p][n]`` has a leading axis of the
+    Blocks are stacked by pattern of ``config.patterns``: every parameter of ``stacks[p][n]`` has a leading axis of the
     pattern's repeats. The parameter tree does not depend on ``scan_layers`` or ``remat``.
 
     Args:
@@ -85,11 +85,11 @@ class Decoder(nnx.Module):
         embedding = config.layers.embedding
         made = {} if embedding is None else embedding.init(rngs.params(), width)
         self.embedding = scheme_parameters({"embedding": made} if made else {})
-        shared = [s.init_shared(rngs.params(), config.num_heads, config.head_dim) for s in _shared_schemes(config)]
+        sharing = _sharing_layers(config)
+        shared = [each.scheme.init_shared(rngs.params(), each.num_heads, each.head_dim) for each in sharing]
         self.shared = nnx.List([scheme_parameters(made) for made in shared])
         self.embedding_norm = make_norm(width, config.norm) if config.embedding_norm else None
-        patterns = enumerate(config.layers.patterns)
-        self.stacks = nnx.List([_stack(config, schemes, n, rngs, first=p == 0) for p, (schemes, n) in patterns])
+        self.stacks = nnx.List([_stack(layers, repeats, rngs) for layers, repeats in config.patterns])
         self.norm = make_norm(width, config.norm)
         self.head = None if config.tied_head else into(rngs.params(), (width, vocabulary), ("embed", "vocab"))
         self.head_bias = bias_parameter((vocabulary,), ("vocab",)) if "head" in config.biases else None
@@ -178,14 +178,13 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: for a number that is not whole and above 0, and a capacity beyond a learned embedding.
         """
-        config = self.config
-        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
 
-        def stacked(scheme: Scheme, repeats: int):
-            cache = scheme.init_cache(batch, capacity, **heads, chunk=chunk, dtype=config.dtype)
+        def stacked(layer: DecoderConfig, repeats: int):
+            heads = {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
+            cache = layer.scheme.init_cache(batch, capacity, **heads, chunk=chunk, dtype=layer.dtype)
             return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (repeats, *leaf.shape)), cache)
 
-        stacks = tuple(tuple(stacked(scheme, n) for scheme in schemes) for schemes, n in config.layers.patterns)
+        stacks = tuple(tuple(stacked(layer, n) for layer in layers) for layers, n in self.config.patterns)
         return DecoderCache(stacks, jnp.zeros(batch, jnp.int32), capacity)
 
     def decode(
@@ -298,8 +297,9 @@ class Decoder(nnx.Module):
 
     def _shared(self) -> dict:
         shared = {}
-        for spec, params in zip(_shared_schemes(self.config), self.shared, strict=True):
-            shared |= {scheme: plain(params) for scheme in self.config.layers.kinds if scheme.bias == spec.bias}
+        for layer, params in zip(_sharing_layers(self.config), self.shared, strict=True):
+            bias = layer.scheme.bias
+            shared |= {scheme: plain(params) for scheme in self.config.layers.kinds if scheme.bias == bias}
         return shared
 
     def _embed(self, tokens, inputs: LayerInputs):
@@ -379,25 +379,24 @@ def logical_axes(model: nnx.Module) -> dict:
     )
 
 
-def _stack(
-    config: DecoderConfig, schemes: tuple[Scheme, ...], repeats: int, rngs: nnx.Rngs, *, first: bool
-) -> nnx.List:
-    """The blocks of one pattern with their parameters stacked over its repeats; ``first`` if layer 0 is in it."""
+def _stack(layers: tuple[DecoderConfig, ...], repeats: int, rngs: nnx.Rngs) -> nnx.List:
+    """The blocks of one pattern with their parameters stacked over its repeats."""
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap
     def build(rngs):
-        return nnx.List([Block(config, scheme, first=first and n == 0, rngs=rngs) for n, scheme in enumerate(schemes)])
+        return nnx.List([Block(layer, rngs=rngs) for layer in layers])
 
     return build(rngs)
 
 
-def _shared_schemes(config: DecoderConfig) -> list[Scheme]:
-    """One scheme for each distinct bias whose parameters all layers share."""
+def _sharing_layers(config: DecoderConfig) -> list[DecoderConfig]:
+    """A layer for each distinct bias whose parameters all layers share."""
     by_bias = {}
-    for scheme in config.layers.kinds:
-        if scheme.bias is not None and scheme.bias.shared_across_layers:
-            by_bias.setdefault(scheme.bias, scheme)
+    for layer in config.every_layer:
+        bias = layer.scheme.bias
+        if bias is not None and bias.shared_across_layers:
+            by_bias.setdefault(bias, layer)
     return list(by_bias.values())
 
 

@@ -18,7 +18,7 @@ class MLP(nnx.Module):
     """The hidden layer of a block: ``config.activation`` is one of ``specs.ACTIVATIONS``.
 
     Args:
-        config: the decoder's shape.
+        config: of this layer.
         rngs: random streams.
         experts: ``(count,)``, the leading axis of every parameter, for several MLPs; ``()`` for a single MLP.
     """
@@ -63,7 +63,7 @@ class ExpertsMLP(MLP):
     of ``per_token`` MLPs. Parameters have a leading axis of experts.
 
     Args:
-        config: the decoder's shape, with ``experts``.
+        config: of this layer, with ``experts``.
         rngs: random streams.
     """
 

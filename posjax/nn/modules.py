@@ -63,13 +63,13 @@ class Attention(nnx.Module):
     """Multi-head attention with any scheme: four projections around ``Scheme.attend``.
 
     Args:
-        config: the decoder's shape; its ``scheme`` is not read.
-        scheme: the scheme of this layer.
+        config: of this layer; see ``DecoderConfig.of_layer``.
         rngs: random streams.
     """
 
-    def __init__(self, config: DecoderConfig, scheme: Scheme, *, rngs: nnx.Rngs):
-        self.config, self.scheme = config, scheme
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config, self.scheme = config, config.scheme
+        scheme = config.scheme
         width = config.model_dim
         size = config.head_dim
         heads = config.num_heads
@@ -201,18 +201,16 @@ class Block(nnx.Module):
     """Attention and an MLP around the residual stream, combined by ``config.residual``.
 
     Args:
-        config: the decoder's shape; its ``scheme`` is not read.
-        scheme: the scheme of this layer.
-        first: whether it is the first layer of the decoder.
+        config: of this layer; see ``DecoderConfig.of_layer``.
         rngs: random streams.
     """
 
-    def __init__(self, config: DecoderConfig, scheme: Scheme, *, first: bool = False, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.residual = residual = config.residual
         norm = partial(make_norm, config.model_dim, config.norm)
         before, after = residual.norm != "after", residual.norm != "before"
-        self.attention_norm = norm() if before and (residual.first_norm or not first) else None
-        self.attention = Attention(config, scheme, rngs=rngs)
+        self.attention_norm = norm() if before and residual.first_norm else None
+        self.attention = Attention(config, rngs=rngs)
         self.attention_after = norm() if after else None
         self.mlp_norm = norm() if before and not residual.shared_norm else None
         self.mlp = (MLP if config.experts is None else ExpertsMLP)(config, rngs=rngs)

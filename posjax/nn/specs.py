@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_counts, check_flags, check_number
+from posjax._checks import check, check_choice, check_count, check_counts, check_flags, check_number, describe
 
 NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
@@ -49,18 +49,26 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of every MLP.
+    """A mixture of experts in place of the MLPs.
 
     Args:
         count: number of experts.
         per_token: number of experts for every token.
+        dense: the numbers of the layers that have one MLP instead, from 0 (DeepSeek V3: 0, 1, 2).
+        dense_dim: the hidden width of these; ``mlp_dim``, the width of an expert, when left out.
     """
 
     count: int
     per_token: int
+    dense: tuple[int, ...] = ()
+    dense_dim: int | None = None
 
     def __post_init__(self):
         check_counts(**{"experts.count": self.count, "experts.per_token": self.per_token})
+        names_layers = all(type(layer) is int and layer >= 0 for layer in self.dense)
+        check(names_layers, f"experts.dense must name layers, from 0, found {describe(self.dense)}")
+        if self.dense_dim is not None:
+            check_count("experts.dense_dim", self.dense_dim)
         fits = self.per_token <= self.count
         check(fits, f"experts.per_token must be at most experts.count, found {self.per_token} of {self.count}")
 

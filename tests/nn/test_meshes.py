@@ -208,7 +208,7 @@ def test_a_token_is_decoded_by_the_kernel_of_every_device():
 
 def test_attention_alone():
     config, mesh = settings("rope"), meshes.mesh("explicit")
-    module = nnx.eval_shape(lambda: nn.Attention(config, config.layers.schemes[0], rngs=nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: nn.Attention(config.of_layer(0), rngs=nnx.Rngs(0)))
     graph, shapes = nnx.split(module)
     draw = np.random.default_rng(0)
     state = jax.tree.map(lambda leaf: draw.normal(0, 0.2, leaf.shape).astype(np.float32), shapes)

@@ -263,9 +263,9 @@ def layers_of(p, c):
         x = x + np.stack([np.sin(angle), np.cos(angle)], axis=-1).reshape(LENGTH, WIDTH)
     x = norm(x, p["embedding_norm"], c.norm) if c.embedding_norm else x
     first = True
-    for number, (schemes, repeats) in enumerate(c.layers.patterns):
+    for number, (layers, repeats) in enumerate(c.patterns):
         for repeat in range(repeats):
-            for n, scheme in enumerate(schemes):
+            for n, scheme in enumerate(layer.scheme for layer in layers):
                 own = jax.tree.map(lambda leaf, r=repeat: leaf[r], p["stacks"][number][n])
                 yield scheme, own, x
                 x, first = block(x, own, c, scheme, first), False

@@ -61,7 +61,8 @@ def _convert(value: Any, kind: Any, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return section(value, kind, path)
     if origin is types.UnionType:
-        return None if value is None else _convert(value, arguments[0], path)
+        of_lists = (one for one in arguments if typing.get_origin(one) is tuple and isinstance(value, list | tuple))
+        return None if value is None else _convert(value, next(of_lists, arguments[0]), path)
     if origin is tuple:
         value = [value] if isinstance(value, str) and arguments[0] is str else value
         check(isinstance(value, list | tuple), f"{path}: expected a list, found {value!r}")

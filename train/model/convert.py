@@ -54,10 +54,11 @@ def convert(before: Setup, after: Setup, parameters: Any) -> Any:
 
 def _schemes(before: Setup, after: Setup):
     """For every block's name its scheme in both stages, if the layers of both stages follow the same pattern."""
-    patterns = [setup.decoder.layers.patterns for setup in (before, after)]
+    patterns = [setup.decoder.patterns for setup in (before, after)]
     for p, ((old, old_repeats), (new, new_repeats)) in enumerate(zip(*patterns, strict=False)):
         if old_repeats == new_repeats:
-            yield from ((f"stacks/{p}/{n}", pair) for n, pair in enumerate(zip(old, new, strict=False)))
+            pairs = zip(old, new, strict=False)
+            yield from ((f"stacks/{p}/{n}", (one.scheme, other.scheme)) for n, (one, other) in enumerate(pairs))
 
 
 def _becomes_coca(before: Scheme | None, after: Scheme | None) -> bool:

@@ -65,28 +65,28 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
     """
     tokens, documents = int(np.count_nonzero(segment_ids >= 0)), _documents(segment_ids)
     attention = sum(
-        6 * decoder.num_heads * layers * _pair_work(scheme, decoder, segment_ids.shape[1], documents, tokens)
-        for scheme, layers in Counter(decoder.layers.schemes).items()
+        6 * decoder.num_heads * layers * _pair_work(layer, segment_ids.shape[1], documents, tokens)
+        for layer, layers in Counter(decoder.every_layer).items()
     )
     return Flops(6.0 * product_parameters(decoder) * tokens, float(attention))
 
 
-def _pair_work(scheme: Scheme, decoder: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
+def _pair_work(layer: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
     """Multiply-adds of one head of one layer, forward pass."""
-    size = decoder.head_dim
+    size, scheme = layer.head_dim, layer.scheme
     if scheme.linear is not None:
         return 2 * tokens * scheme.linear.size(size) * size
-    pairs = _pairs(scheme, decoder.causal, length, documents)
-    return pairs * (_score_size(scheme, decoder) + size)
+    pairs = _pairs(scheme, layer.causal, length, documents)
+    return pairs * (_score_size(layer) + size)
 
 
 @cache
-def _score_size(scheme: Scheme, decoder: DecoderConfig) -> int:
+def _score_size(layer: DecoderConfig) -> int:
     """``d_qk``, the width of the features whose inner product is a score; some feature maps widen their input."""
-    heads, size, few = decoder.num_heads, decoder.head_dim, 8
+    heads, size, scheme, few = layer.num_heads, layer.head_dim, layer.scheme, 8
 
     def phi(key):
-        made = scheme.init(key, heads, size, num_kv_heads=decoder.num_kv_heads, model_dim=decoder.model_dim)
+        made = scheme.init(key, heads, size, num_kv_heads=layer.num_kv_heads, model_dim=layer.model_dim)
         q = jnp.zeros((1, few, heads, scheme.query_size(size)))
         return scheme.feature_map_or_identity.query(
             made.get("features", {}), q, Range(0, few), head_dim=size, length=few
@@ -101,7 +101,7 @@ def maxtext_flops(setup: Setup) -> Flops:
     attention = layers x 12 heads d_head length^2 / 2 x rows.
     """
     decoder, train = setup.decoder, setup.config.train
-    work = 12 * decoder.num_layers * decoder.num_heads * decoder.head_dim
+    work = 12 * decoder.num_heads * sum(layer.head_dim for layer in decoder.every_layer)
     return Flops(6.0 * product_parameters(decoder) * train.batch_tokens, work * train.length**2 / 2 * train.rows)
 
 
@@ -113,18 +113,17 @@ def product_parameters(decoder: DecoderConfig) -> int:
     Of a mixture of experts, the experts that a token uses count, and the router. The embedding is a lookup, and counts
     only if it is also the head.
     """
-    size, hidden, experts = decoder.head_dim, (3 if decoder.gated else 2) * decoder.mlp_dim, decoder.experts
-    hidden = hidden if experts is None else experts.per_token * hidden + experts.count
-    widths = (
-        layers
-        * (
-            decoder.num_heads * (scheme.query_size(size) + size)
-            + decoder.num_kv_heads * (scheme.key_size(size) + size)
-            + hidden
-        )
-        for scheme, layers in Counter(decoder.layers.schemes).items()
-    )
+    widths = (layers * product_width(layer) for layer, layers in Counter(decoder.every_layer).items())
     return decoder.model_dim * (sum(widths) + decoder.vocab_size)
+
+
+def product_width(layer: DecoderConfig) -> int:
+    """The parameters of a layer that are multiplied with a token, by the width of the model."""
+    size, scheme, experts = layer.head_dim, layer.scheme, layer.experts
+    hidden = (3 if layer.gated else 2) * layer.mlp_dim
+    hidden = hidden if experts is None else experts.per_token * hidden + experts.count
+    queries = layer.num_heads * (scheme.query_size(size) + size)
+    return queries + layer.num_kv_heads * (scheme.key_size(size) + size) + hidden
 
 
 def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -> float:

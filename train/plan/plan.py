@@ -93,14 +93,14 @@ def check_split(config: Config, pod: Pod | Nodes) -> Setup:
     check_rows(sizes, train.rows // train.accumulate)
     setup = Setup(config, mesh_of(sizes))
     decoder = setup.decoder
-    for scheme in set(decoder.layers.kinds):
+    for layer in set(decoder.every_layer):
         setup.placement.check(
             sizes,
             batch=train.rows // train.accumulate,
             length=train.length,
-            heads=decoder.num_heads,
-            kv_heads=decoder.num_kv_heads,
-            scheme=scheme,
+            heads=layer.num_heads,
+            kv_heads=layer.num_kv_heads,
+            scheme=layer.scheme,
         )
     return setup
 

@@ -126,8 +126,11 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     state = 16 * parameters / (axes["fsdp"] * axes["context"]) / tensor
     gathered = 4 * parameters / decoder.num_layers / tensor
     # Numbers of a token inside a layer: projections and hidden units.
-    inner = (decoder.head_dim * 2 * (decoder.num_heads + decoder.num_kv_heads) + 3 * decoder.mlp_dim) / tensor
-    width, attended = decoder.model_dim, decoder.head_dim * decoder.num_heads / tensor
+    inner = max(map(_inner_numbers, decoder.every_layer)) / tensor
+    width, attended = (
+        decoder.model_dim,
+        max(layer.head_dim for layer in decoder.every_layer) * decoder.num_heads / tensor,
+    )
     kept = {
         "none": 2 * inner + width,
         "dots": inner + width + attended,
@@ -138,6 +141,11 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     logits = 8 * tokens * decoder.vocab_size / tensor / config.train.loss_chunks
     activations = 2 * tokens * decoder.num_layers * kept[config.model.remat]
     return state + gathered + activations + 4 * tokens * (inner + 2 * decoder.model_dim) + logits
+
+
+def _inner_numbers(layer: DecoderConfig) -> int:
+    experts = 1 if layer.experts is None else layer.experts.per_token
+    return layer.head_dim * 2 * (layer.num_heads + layer.num_kv_heads) + 3 * experts * layer.mlp_dim
 
 
 def _all_parameters(decoder: DecoderConfig) -> int:
@@ -159,10 +167,11 @@ def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod | Nodes) -> float
     again = {"attention": flops.total - flops.attention, "full": flops.total}.get(setup.config.model.remat, 0.0)
     work = (flops.total + again / 3) / (0.6 * pod.chips * pod.peak_flops)
     link = 2e9 * pod.links.link
-    per_layer = 2 * tokens * decoder.num_layers / link
+    each = 2 * tokens / link
     gathered = 6 * _all_parameters(decoder) / axes["tensor"] * parts / link
-    inside = 8 * per_layer * decoder.model_dim * (axes["tensor"] > 1)
-    around = 6 * per_layer * decoder.num_kv_heads * decoder.head_dim * (axes["context"] - 1)
+    inside = 8 * each * decoder.num_layers * decoder.model_dim * (axes["tensor"] > 1)
+    keys = sum(layer.num_kv_heads * layer.head_dim for layer in decoder.every_layer)
+    around = 6 * each * keys * (axes["context"] - 1)
     shared = 4 * _all_parameters(decoder) * parts * pod.slices / pod.chips
     crossed = shared * (pod.slices - 1) / pod.slices / (1e9 * pod.links.dcn)
     return max(work, gathered * (axes["fsdp"] * axes["context"] > 1) + around, crossed) + inside

@@ -13,7 +13,7 @@ from posjax.nn.config import DecoderConfig, check_size
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm
 from posjax.rotary import FrequencyRule, Plain, Rotary
-from posjax.scheme import Layers, Scheme, uniform
+from posjax.scheme import Layers, Scheme
 
 Values = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -48,6 +48,7 @@ class Family:
         eps: the key of that eps; empty if ``config.json`` has none, and ``norm`` says it.
         activation: the key of the activation; empty if ``config.json`` has none that can be chosen.
         activations: the activations by their names under that key.
+        by_layer: the sizes, of ``config.BY_LAYER``, that may differ from layer to layer.
     """
 
     model_type: str
@@ -66,6 +67,7 @@ class Family:
     eps: str = "rms_norm_eps"
     activation: str = "hidden_act"
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: GATED)
+    by_layer: Sequence[str] = ()
 
     def read_basics(self, values: Values) -> dict[str, Any]:
         """The fields that all families read in the same way."""
@@ -82,7 +84,7 @@ class Family:
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int]:
-    """The sizes of axes, by their names in the patterns of views."""
+    """The sizes of axes, by their names in the patterns of views, for the config of a layer."""
     return {
         "vocab": config.vocab_size,
         "embed": config.model_dim,
@@ -204,11 +206,11 @@ def window_of(config: DecoderConfig) -> int | None:
 
 def rule_of(config: DecoderConfig, kind: str | None = None) -> FrequencyRule | None:
     """The frequency rule of the layers of type ``kind``, or of the first layer that rotates; None if none rotates."""
-    pairs = zip(types_of(config), config.layers.schemes, strict=True)
-    rotations = [scheme.features for layer, scheme in pairs if scheme.rotates and kind in (None, layer)]
-    wrong = [features for features in rotations if type(features) is not Rotary]
+    pairs = zip(types_of(config), config.every_layer, strict=True)
+    rotating = [layer for layer_type, layer in pairs if layer.scheme.rotates and kind in (None, layer_type)]
+    wrong = [layer.scheme.features for layer in rotating if type(layer.scheme.features) is not Rotary]
     check(not wrong, f"scheme: config.json cannot store {describe(wrong[0]) if wrong else None}. {_WRITABLE}")
-    return _with_size(rotations[0].frequencies, config) if rotations else None
+    return _with_size(rotating[0].scheme.features.frequencies, rotating[0]) if rotating else None
 
 
 def _with_size(rule: FrequencyRule, config: DecoderConfig) -> FrequencyRule:
@@ -295,9 +297,9 @@ def _comparable(name: str, config: DecoderConfig) -> Any:
     """A field of a config in a form that is equal for equal models."""
     value = getattr(config, name)
     if name == "query_scale":
-        return config.head_dim**-0.5 if value is None else value
+        return {layer.head_dim**-0.5 if value is None else value for layer in config.every_layer}
     if isinstance(value, Scheme | Layers):
-        return [_comparable_scheme(scheme, config) for scheme in uniform(value, config.num_layers).schemes]
+        return [_comparable_scheme(layer.scheme, layer) for layer in config.every_layer]
     return set(value) if isinstance(value, tuple) else value
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -136,14 +136,14 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
         ValueError: for tensors that are missing, unexpected, of another shape or beyond the range of the dtype, and for
             a head that differs from the embedding although config.json ties them.
     """
-    family, sizes = family_of(values), sizes_of(config)
+    family = family_of(values)
     parameters = stored(family, config, wanted)
     check_tensors(source, family, config, parameters)
     _check_tied(source, family, config)
     find = partial(_find, source, family, config)
 
     def read(parameter: Stored) -> jax.Array:
-        reader = partial(_read, source, parameter.view, sizes)
+        reader = partial(_read, source, parameter.view, parameter.sizes)
         names = list(map(find, parameter.tensors))
         return reader(parameter.leaf, names[0]) if parameter.layers is None else _stacked(reader, parameter.leaf, names)
 
@@ -160,11 +160,13 @@ def check_dtype(dtype: str | None) -> None:
 class Stored(NamedTuple):
     """A parameter of a decoder, and the tensors that hold it: one, or one for each of its layers if it is in a stack.
 
-    ``leaf`` is the array of the parameter, or its shape and dtype. ``layers`` is None outside a stack.
+    ``leaf`` is the array of the parameter, or its shape and dtype. ``sizes`` are those of the view's axes. ``layers``
+    is None outside a stack.
     """
 
     leaf: Any
     view: View
+    sizes: AxisSizes
     tensors: list[str]
     layers: Sequence[int] | None
 
@@ -177,15 +179,16 @@ def named_parameters(tree: Any) -> list[tuple[str, Any]]:
 
 def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Stored]:
     """Every parameter of a tree with its tensors. Raises ValueError for a parameter without a tensor."""
-    views = family.tensors(config)
+    described = cache(lambda layer: (family.tensors(layer), sizes_of(layer)))
     stored_parameters = []
     for path, leaf in named_parameters(parameters):
         name, layers = _name_and_layers(path, config)
+        views, sizes = described(config.every_layer[0 if layers is None else layers[0]])
         why = f"the layout of {family.model_type} has no tensor for the parameter {path} of shape {leaf.shape}"
         check(name in views, why)
         tensor = views[name].name
         tensors = [tensor] if layers is None else [tensor.format(layer=layer) for layer in layers]
-        stored_parameters.append(Stored(leaf, views[name], tensors, layers))
+        stored_parameters.append(Stored(leaf, views[name], sizes, tensors, layers))
     return stored_parameters
 
 
@@ -194,7 +197,7 @@ def _name_and_layers(path: str, config: DecoderConfig) -> tuple[str, Sequence[in
     if not path.startswith("stacks/"):
         return path, None
     _, pattern, number, rest = path.split("/", 3)
-    sizes = [(len(schemes), repeats) for schemes, repeats in config.layers.patterns]
+    sizes = [(len(layers), repeats) for layers, repeats in config.patterns]
     before = sum(period * repeats for period, repeats in sizes[: int(pattern)])
     period, repeats = sizes[int(pattern)]
     first = before + int(number)
@@ -203,13 +206,12 @@ def _name_and_layers(path: str, config: DecoderConfig) -> tuple[str, Sequence[in
 
 def check_tensors(source: Source, family: Family, config: DecoderConfig, parameters: Sequence[Stored]) -> None:
     """Raises ValueError for tensors that are missing, unexpected or of another shape than in the config."""
-    sizes = sizes_of(config)
     used = set()
     for parameter in parameters:
         for name in parameter.tensors:
             written = _find(source, family, config, name)
             entry = source.entries[written]
-            check_shape(parameter.view, sizes, written, entry.shape)
+            check_shape(parameter.view, parameter.sizes, written, entry.shape)
             used.add(entry)
     tied = set(_of_tables(source, family, config)) if config.tied_head else ()
     left = [name for name, entry in source.entries.items() if entry not in used and name not in tied]

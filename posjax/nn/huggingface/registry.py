@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any
 
 from posjax._checks import check, check_choice, describe
-from posjax.nn.config import DecoderConfig, check_size
+from posjax.nn.config import BY_LAYER, DecoderConfig, check_size
 from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, llama_like, olmo_like
 from posjax.nn.huggingface.family import Family, check_same
 
@@ -127,6 +127,9 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
     Raises:
         ValueError: for a config that the layout cannot store, with the field.
     """
+    for name in BY_LAYER:
+        fits = name in family.by_layer or not isinstance(getattr(config, name), tuple)
+        check(fits, f"{name}: the layout of {family.model_type} has one number for all layers")
     values = {key: getattr(config, field) for key, field in family.keys.items() if getattr(config, field) is not None}
     values |= {"model_type": family.model_type, "architectures": [family.architecture]}
     values |= family.write_basics(config) | family.write(config)

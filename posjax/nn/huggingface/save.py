@@ -15,7 +15,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all, process_allga
 from posjax._checks import check, check_no_pointer, check_positive
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
-from posjax.nn.huggingface.family import Family, check_same, sizes_of
+from posjax.nn.huggingface.family import Family, check_same
 from posjax.nn.huggingface.files import (
     CONFIG,
     COPIED,
@@ -83,7 +83,7 @@ def save_pretrained(
     chosen = _family(decoder.config, family, like_values)
     values = _values(decoder.config, chosen, like_values)
     parameters = stored(chosen, decoder.config, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
-    tensors = _tensors(decoder.config, parameters, dtype)
+    tensors = _tensors(parameters, dtype)
     values["dtype"] = next(iter(tensors.values()))[0].name
     files, root = open_location(path)
     with reaching(path):
@@ -98,7 +98,7 @@ def save_pretrained(
         if first:
             _prepare(partial, layouts, others)
         sync_global_devices("save_pretrained: created")
-        _write(decoder.config, parameters, layouts, partial)
+        _write(parameters, layouts, partial)
         sync_global_devices("save_pretrained: written")
         if first:
             _publish(partial, files, root)
@@ -168,26 +168,24 @@ def _family(config: DecoderConfig, name: str | None, like: Mapping[str, Any]) ->
     return family_of({"model_type": name} if name is not None else like)
 
 
-def _tensors(config: DecoderConfig, parameters: Sequence[Stored], dtype: str | None) -> dict[str, tuple]:
+def _tensors(parameters: Sequence[Stored], dtype: str | None) -> dict[str, tuple]:
     """Dtype and shape of every tensor, in the order of layers."""
-    sizes = sizes_of(config)
     descriptions = {}
-    for leaf, view, tensors, layers in parameters:
+    for leaf, view, sizes, tensors, layers in parameters:
         for layer, name in zip([-1] if layers is None else layers, tensors, strict=True):
             descriptions[name] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
     ordered = sorted(descriptions.items(), key=lambda item: (item[1][0], item[0]))
     return {name: (kind, shape) for name, (_, kind, shape) in ordered}
 
 
-def _write(config: DecoderConfig, parameters: Sequence[Stored], layouts: list[FileLayout], folder: Path) -> None:
+def _write(parameters: Sequence[Stored], layouts: list[FileLayout], folder: Path) -> None:
     """Writes every shard of this process, and waits for the disk."""
-    sizes = sizes_of(config)
     entries = {name: entry for layout in layouts for name, entry in layout.entries.items()}
     with jax.set_mesh(NO_MESH):
         for parameter in parameters:
             for name, index, values in _parts(parameter):
                 target = writable(folder, entries[name])
-                parameter.view.write(target, sizes, index, values.astype(target.dtype))
+                parameter.view.write(target, parameter.sizes, index, values.astype(target.dtype))
     for layout in layouts:
         sync(folder / layout.file)
 

@@ -10,7 +10,6 @@ from flax import nnx
 
 from posjax.nn import Decoder, save_pretrained
 from posjax.nn.huggingface import FAMILIES, files, load, read_config
-from posjax.nn.huggingface.family import sizes_of
 from posjax.nn.huggingface.files import TensorFolder
 
 VOCAB = 101
@@ -233,7 +232,7 @@ def tensor_shapes(values: dict) -> dict[str, tuple[int, ...]]:
     config = read_config(values)
     state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     stored_parameters = load.stored(FAMILIES[values["model_type"]], config, nnx.to_pure_dict(state))
-    return {name: each.view.tensor_shape(sizes_of(config)) for each in stored_parameters for name in each.tensors}
+    return {name: each.view.tensor_shape(each.sizes) for each in stored_parameters for name in each.tensors}
 
 
 def rewritten(model, folder, change):

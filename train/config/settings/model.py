@@ -44,6 +44,8 @@ class ExpertsConfig:
 
     count: int = 8
     per_token: int = 2
+    dense: tuple[int, ...] = ()  # numbers of the layers with one MLP instead, from 0
+    dense_dim: int | None = None  # the hidden width of these; None is mlp_dim
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class ModelConfig:
     model_dim: int = 96
     vocab_size: int | None = None  # rows of the embedding; None: the number of the tokenizer's tokens
     num_heads: int = 4
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    mlp_dim: int | None = None
+    num_kv_heads: int | tuple[int, ...] | None = None  # this and the next two: one number, or one for each layer
+    head_dim: int | tuple[int, ...] | None = None
+    mlp_dim: int | tuple[int, ...] | None = None
     activation: Literal[
         "swiglu",
         "swiglu-clamped",

@@ -54,9 +54,10 @@ class Widths:
 
     @classmethod
     def of(cls, decoder: DecoderConfig, length: int, devices: int) -> Widths:
-        """The sizes of a decoder."""
-        heads = (decoder.num_heads, decoder.num_kv_heads)
-        return cls(decoder.model_dim, decoder.mlp_dim, decoder.vocab_size, heads, decoder.head_dim, length, devices)
+        """The sizes of a decoder: those of its last layer, if layers differ."""
+        layer = decoder.of_layer(decoder.num_layers - 1)
+        heads = (layer.num_heads, layer.num_kv_heads)
+        return cls(layer.model_dim, layer.mlp_dim, layer.vocab_size, heads, layer.head_dim, length, devices)
 
     def shards(self, size: int) -> set[int]:
         """A size, and its shards' sizes if it is split over devices, except those that equal another whole size."""
