@@ -1,6 +1,6 @@
 """The short causal convolution in front of a delta layer: each channel's own few weights over its last few tokens.
 
-    y_t = sum over s < width of  w_s x_(t - s)
+    y_t = sum over s < width of  w_s x_(t - width + 1 + s)
 
 Segments are those of ``posjax.linear.forms``. Tokens of other documents count as zeros, and so does padding. Padding
 before or after the tokens of a call changes nothing; padding between two tokens of one document takes a place.
@@ -49,7 +49,7 @@ def short_convolution(
 
     Args:
         x: the tokens.
-        weights: ``w``, those of the token itself first.
+        weights: ``w``, those of the token itself last.
         segment_ids: see this module.
         state: the state after the earlier tokens, from an earlier call; empty if absent. Without ``segment_ids`` the
             tokens continue its document.
@@ -68,7 +68,7 @@ def short_convolution(
     documents = jnp.concatenate([jnp.broadcast_to(state.segment[:, None], shape[:2]), ids], axis=1)
     y = jnp.zeros(x.shape, jnp.float32)
     for s in range(width):
-        here = slice(width - 1 - s, width - 1 - s + length)
+        here = slice(s, s + length)
         same = (documents[:, here] == ids)[..., None]
         y += jnp.where(same, tokens[:, here].astype(jnp.float32), 0) * weights[s].astype(jnp.float32)
     return zeros_at(ids < 0, y), _after(tokens, documents, state)

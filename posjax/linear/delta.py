@@ -178,7 +178,7 @@ def _start(x: _Chunk, state: Memory | None, dtype) -> Memory:
     check(state.s.shape == shape, f"state.s must have shape {shape}, found {state.s.shape}")
     check(state.segment.shape == shape[:1], f"state.segment must have shape {shape[:1]}, found {state.segment.shape}")
     axes = frozenset().union(*map(varying, jax.tree.leaves((x, state))))
-    return Memory(*(vary(a, axes=axes) for a in (state.s.astype(dtype), state.segment)))
+    return Memory(vary(state.s.astype(dtype), axes), vary(state.segment, varying(x.ids) | varying(state.segment)))
 
 
 def _check_shapes(q, k, v, log_decay, rate) -> None:

@@ -18,11 +18,11 @@ class DeltaState:
 
     Args:
         memory: the state of the delta rule.
-        recent: the last inputs of the convolution.
+        recent: the last inputs of the convolutions of queries, keys and values.
     """
 
     memory: Memory
-    recent: Recent
+    recent: tuple[Recent, Recent, Recent]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +64,10 @@ class GatedDelta(LinearLayer):
         )
 
     @property
-    def channels(self) -> int:
-        """The channels of the convolution: queries, keys and values of all heads."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+    def channels(self) -> tuple[int, int, int]:
+        """The channels of queries, keys and values, of all heads."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_heads * self.value_dim
 
     @property
     def state_size(self) -> int:
@@ -77,4 +78,5 @@ class GatedDelta(LinearLayer):
         """The cache before the first token; the state is float32, and ``dtype`` is that of the convolution's inputs."""
         memory = empty_memory(batch, self.num_heads, self.key_dim, self.value_dim)
         options = {} if dtype is None else {"dtype": dtype}
-        return DeltaState(memory, empty_recent(batch, self.convolution, self.channels, **options))
+        q, k, v = (empty_recent(batch, self.convolution, channels, **options) for channels in self.channels)
+        return DeltaState(memory, (q, k, v))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from posjax._checks import check, check_choice, check_count, check_flags, check_number, check_positive, describe
 from posjax._numbers import LARGEST, align_ranks
 from posjax.attention.placement import Placement
-from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
+from posjax.nn.specs import ACTIVATIONS, BIASES, GATES, Experts, Norm, Residual
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.layers import MOST_LAYERS
 
@@ -65,6 +65,9 @@ class DecoderConfig:
         embedding_norm: whether a norm follows the embedding (BLOOM).
         projection_norm: whether queries and keys are normed over all heads together (OLMo 2); to norm each head
             separately use ``Scheme(norm=QKNorm())``.
+        attention_gate: what multiplies the outputs of attention's heads before the output projection (Qiu et al., arXiv
+            2505.06708), of the layer's input x: ``"elementwise"``, ``sigmoid(x W)`` for every channel; ``"head"``, one
+            such number for every head; nothing when left out.
         clip_qkv: queries, keys and values are cut off at this magnitude before the position method (OLMo 1).
         embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others use 1.
         query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite).
@@ -105,6 +108,7 @@ class DecoderConfig:
     biases: tuple[str, ...] = ()
     embedding_norm: bool = False
     projection_norm: bool = False
+    attention_gate: str | None = None
     clip_qkv: float | None = None
     embedding_scale: float | None = None
     query_scale: float | None = None
@@ -127,6 +131,8 @@ class DecoderConfig:
         check_flags(self)
         check_choice("activation", self.activation, ACTIVATIONS)
         self._check_numbers()
+        if self.attention_gate is not None:
+            check_choice("attention_gate", self.attention_gate, GATES)
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         self._fill_defaults()

@@ -15,11 +15,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax._mesh import axes_of, explicit_spec, has_explicit, mesh_of
+from posjax._mesh import explicit_spec, has_explicit, mesh_of
 from posjax.attention.placement import Placement
 from posjax.attention.sharded import attend_on_mesh
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
+from posjax.nn.delta import DeltaMixer
+from posjax.nn.gate import OutputGate
 from posjax.nn.mlp import MLP, ExpertsMLP
 from posjax.nn.norms import RMSNorm, make_norm
 from posjax.nn.parameters import (
@@ -27,6 +29,7 @@ from posjax.nn.parameters import (
     from_heads,
     on_any_mesh,
     parameter,
+    placement_of,
     plain,
     plus,
     scheme_parameters,
@@ -95,6 +98,7 @@ class Attention(nnx.Module):
         norms = [RMSNorm(shapes[name][1:], axes[name], config.norm) if normed else None for name in "qk"]
         self.q_norm, self.k_norm = norms
         self.o_bias = bias_parameter((width,), ("embed",)) if "output" in config.biases else None
+        self.gate = None if config.attention_gate is None else OutputGate(config, rngs=rngs)
 
     def __call__(
         self,
@@ -117,13 +121,7 @@ class Attention(nnx.Module):
         return on_any_mesh(attend, self, x, settings)
 
     def _placement(self, x) -> Placement:
-        """The placement of the config; if that is empty, the split in the array types of ``x`` and ``self.q``."""
-        if not self.config.placement.is_empty:
-            return self.config.placement
-        rows = axes_of(explicit_spec(x)[0])
-        heads = axes_of(explicit_spec(self.q[...])[1])
-        # Parameters may be split over the batch axis too (FSDP); they are gathered for use.
-        return Placement(batch=rows, heads=tuple(axis for axis in heads if axis not in rows) or None)
+        return placement_of(self.config.placement, x, self.q[...])
 
     def _attended(self, x, settings: dict, *, placement: Placement, split: bool):
         """Attention, whose projections the compiler splits; with ``split`` it must not split attention itself."""
@@ -136,7 +134,7 @@ class Attention(nnx.Module):
         arrays = {k: v for k, v in settings.items() if not isinstance(v, int) and k != "shared"}
         arrays |= {"gates": self.scheme.prepare(params, x, layout=self.config.placement.layout)}
         attend = partial(self._attend, options)
-        return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
+        return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays), x)
 
     def decode(
         self, x: Float[Array, "batch tokens embed"], cache: Any, inputs: LayerInputs
@@ -167,7 +165,7 @@ class Attention(nnx.Module):
         arguments["gates"] = self.scheme.prepare(params, x, start=start, valid=arguments["valid"])
         arguments |= self.config.logit_options
         out, cache = self.scheme.decode(*self._project(x), cache, params=params, placement=partition, **arguments)
-        return self._merge(out), cache
+        return self._merge(out, x), cache
 
     def _project(self, x) -> list:
         """Queries, keys and values, before the norm of the scheme."""
@@ -177,7 +175,8 @@ class Attention(nnx.Module):
         q, k = (q, k) if self.q_norm is None else (self.q_norm(q), self.k_norm(k))
         return [q, k, v] if clip is None else [jnp.clip(x, -clip, clip) for x in (q, k, v)]
 
-    def _merge(self, out):
+    def _merge(self, out, x):
+        out = out if self.gate is None else self.gate(x, out)
         return plus(from_heads(out, self.o[...]), self.o_bias)
 
     def _attend(self, settings: dict, params: dict, projected: list, arrays: dict):
@@ -198,7 +197,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and an MLP around the residual stream, combined by ``config.residual``.
+    """Attention, or a layer of Gated DeltaNet, and an MLP around the residual stream, combined by ``config.residual``.
 
     Args:
         config: of this layer; see ``DecoderConfig.of_layer``.
@@ -210,7 +209,9 @@ class Block(nnx.Module):
         norm = partial(make_norm, config.model_dim, config.norm)
         before, after = residual.norm != "after", residual.norm != "before"
         self.attention_norm = norm() if before and residual.first_norm else None
-        self.attention = Attention(config, rngs=rngs)
+        delta = config.scheme.is_delta
+        self.attention = None if delta else Attention(config, rngs=rngs)
+        self.delta = DeltaMixer(config, rngs=rngs) if delta else None
         self.attention_after = norm() if after else None
         self.mlp_norm = norm() if before and not residual.shared_norm else None
         self.mlp = (MLP if config.experts is None else ExpertsMLP)(config, rngs=rngs)
@@ -221,7 +222,12 @@ class Block(nnx.Module):
     ) -> Float[Array, "batch length embed"]:
         """The residual stream after this layer; ``inputs`` are the same for all layers."""
         normed = self.attention_input(x)
-        attended = self.attention(
+        return self._joined(x, normed, self._attended(normed, inputs))
+
+    def _attended(self, normed, inputs: LayerInputs):
+        if self.delta is not None:
+            return self.delta(normed, mask=inputs.mask)
+        return self.attention(
             normed,
             positions=inputs.positions,
             mask=inputs.mask,
@@ -230,14 +236,14 @@ class Block(nnx.Module):
             coordinates=inputs.coordinates,
             shared=inputs.shared.get(self.attention.scheme, {}),
         )
-        return self._joined(x, normed, attended)
 
     def decode(
         self, x: Float[Array, "batch tokens embed"], cache: Any, inputs: LayerInputs
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """The residual stream of new tokens after this layer, and the layer's cache with these tokens."""
         normed = self.attention_input(x)
-        attended, cache = self.attention.decode(normed, cache, inputs)
+        mixer = self.attention if self.delta is None else self.delta
+        attended, cache = mixer.decode(normed, cache, inputs)
         return self._joined(x, normed, attended), cache
 
     def attention_input(self, x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch tokens embed"]:

@@ -13,6 +13,8 @@ NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
 BIASES = ("qkv", "output", "mlp", "head")
 """The projections that may have a learned bias."""
+GATES = ("elementwise", "head")
+"""The gates of the outputs of attention."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ def test_the_convolution_is_that_of_torch_in_every_document():
     ids = np.where(IDS == 1, 7, IDS)
     ids[0, 25:30] = -1  # padding between tokens of a document takes a place
     out, _ = short_convolution(x, weights, segment_ids=ids)
-    kernel = torch.tensor(weights[::-1].T.copy())[:, None]
+    kernel = torch.tensor(weights.T.copy())[:, None]
     for part in (np.s_[0, :13], np.s_[0, 13:25], np.s_[0, 30:36], np.s_[1, 3:23], np.s_[1, 23:]):
         tokens = torch.tensor(x[part].T[None].copy())
         want = torch.nn.functional.conv1d(tokens, kernel, padding=3, groups=D)[0, :, : tokens.shape[-1]]

@@ -9,6 +9,7 @@ import numpy as np
 from posjax import masks, rotary
 from posjax._checks import check, check_choice, describe
 from posjax._slots import is_custom_class
+from posjax.linear import GatedDelta
 from posjax.nn.config import DecoderConfig, check_size
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm
@@ -43,6 +44,7 @@ class Family:
         prefix: of the tensors' names, which some releases leave out.
         renamed: other names that some files use for tensors.
         ignored: names of tensors that are not parameters, such as buffers; for tensors of a layer the end of the name.
+            A ``*`` stands for any part.
         aliases: other names of keys, each with the key that transformers reads it as.
         norm: the norms; their eps comes from ``config.json``.
         eps: the key of that eps; empty if ``config.json`` has none, and ``norm`` says it.
@@ -95,6 +97,20 @@ def sizes_of(config: DecoderConfig) -> dict[str, int]:
         "mlp": config.mlp_dim,
         "experts": 0 if config.experts is None else config.experts.count,
         "positions": getattr(config.layers.embedding, "max_length", 0),
+    } | delta_sizes(config.layers.kinds[0].linear)
+
+
+def delta_sizes(spec: Any) -> dict[str, int]:
+    """The sizes of a layer of Gated DeltaNet; empty for any other layer."""
+    if not isinstance(spec, GatedDelta):
+        return {}
+    return {
+        "delta_heads": spec.num_heads,
+        "delta_keys": spec.num_key_heads,
+        "delta_each": spec.num_heads // spec.num_key_heads,
+        "key_size": spec.key_dim,
+        "value_size": spec.value_dim,
+        "convolution": spec.convolution,
     }
 
 

@@ -6,11 +6,18 @@ from typing import Any
 
 from posjax._checks import check, check_choice, describe
 from posjax.nn.config import BY_LAYER, DecoderConfig, check_size
-from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, llama_like, olmo_like
+from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, llama_like, olmo_like, qwen_next_like
 from posjax.nn.huggingface.family import Family, check_same
 
-_ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
+_ALL = (
+    *llama_like.LLAMA_LIKE,
+    *gemma_like.GEMMA_LIKE,
+    *olmo_like.OLMO_LIKE,
+    *cohere_like.COHERE_LIKE,
+    *gpt_like.GPT_LIKE,
+    *qwen_next_like.QWEN_NEXT_LIKE,
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 
 

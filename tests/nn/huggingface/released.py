@@ -111,6 +111,7 @@ CASES: dict[str, dict] = {
 STATED = {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 4.0}
 PARTIAL = rope(1e4, partial_rotary_factor=0.5)
 WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
+DELTA = {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_num_key_heads": 2}
 MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
 # The keys of a release's config.json that change nothing here are among them.
 LATER: dict[str, dict] = {
@@ -172,6 +173,10 @@ LATER: dict[str, dict] = {
     | {"model_type": "stablelm", "use_parallel_residual": True, "rope_parameters": PARTIAL},
     "nemotron": LLAMA | {"model_type": "nemotron", "mlp_bias": True, "partial_rotary_factor": 0.5, "norm_eps": 1e-4},
     "arcee": LLAMA | {"model_type": "arcee", "mlp_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn")},
+    "qwen3_5_text": LLAMA
+    | {"model_type": "qwen3_5_text", "head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 2}
+    | {"attention_bias": True, "linear_conv_kernel_dim": 3}
+    | DELTA,
     "phi": LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
 }
 """Families whose parity is in the wide grid alone."""
