@@ -96,7 +96,8 @@ def _of_delta() -> Curve:
     log_decay = jnp.broadcast_to(-8 * jnp.geomspace(1e-3, 1e-1, HEADS), v.shape[:3])
     out, _ = gated_delta(q, q, v, log_decay, jnp.full(v.shape[:3], 0.5))
     found = np.asarray(out[0, -1])[:, ::-1]
-    return Curve(_DISTANCES, found, np.log(found))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Curve(_DISTANCES, found, np.log(found))
 
 
 def _embedded(scheme: pj.Scheme, width: int) -> Curve:

@@ -78,6 +78,12 @@ def preset(name):
     return pj.scheme(name, **OPTIONS.get(name, {}))
 
 
+def attending(name):
+    """The schemes of a preset that compute attention, each once: all but layers of Gated DeltaNet."""
+    found = preset(name)
+    return [scheme for scheme in dict.fromkeys(getattr(found, "schemes", (found,))) if not scheme.is_delta]
+
+
 def scheme_of(name):
     """A preset; for a group, layers that have each scheme of its presets once.
 
