@@ -58,6 +58,7 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
     since a product of n multiply-adds costs 2 n FLOPs forward and 4 n backward. The lookup of embeddings, norms,
     rotations, biases and the softmax are not counted, nor are the parameters of a position scheme. A layer of linear
     attention has no pairs: it costs ``12 heads m d_v`` a token, m features updating and reading a state of ``m d_v``.
+    One of Gated DeltaNet costs ``18 heads d_k d_v``, because it reads the state for the key too.
 
     Args:
         decoder: the shape of the model.
@@ -65,19 +66,21 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
     """
     tokens, documents = int(np.count_nonzero(segment_ids >= 0)), _documents(segment_ids)
     attention = sum(
-        6 * decoder.num_heads * layers * _pair_work(layer, segment_ids.shape[1], documents, tokens)
+        6 * layers * _attention_work(layer, segment_ids.shape[1], documents, tokens)
         for layer, layers in Counter(decoder.every_layer).items()
     )
     return Flops(6.0 * product_parameters(decoder) * tokens, float(attention))
 
 
-def _pair_work(layer: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
-    """Multiply-adds of one head of one layer, forward pass."""
+def _attention_work(layer: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
+    """Multiply-adds of the heads of one layer, forward pass."""
     size, scheme = layer.head_dim, layer.scheme
+    if scheme.is_delta:
+        return 3 * tokens * scheme.linear.state_size
     if scheme.linear is not None:
-        return 2 * tokens * scheme.linear.size(size) * size
+        return 2 * tokens * layer.num_heads * scheme.linear.size(size) * size
     pairs = _pairs(scheme, layer.causal, length, documents)
-    return pairs * (_score_size(layer) + size)
+    return layer.num_heads * pairs * (_score_size(layer) + size)
 
 
 @cache
@@ -110,7 +113,8 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
         layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary.
 
-    Of a mixture of experts, the experts that a token uses count, and the router. The embedding is a lookup, and counts
+    The output gate of attention adds ``heads d_v`` or ``heads``; `mixer_width` has the projections of Gated DeltaNet. Of
+    a mixture of experts, the experts that a token uses count, and the router. The embedding is a lookup, and counts
     only if it is also the head.
     """
     widths = (layers * product_width(layer) for layer, layers in Counter(decoder.every_layer).items())
@@ -119,11 +123,20 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
 def product_width(layer: DecoderConfig) -> int:
     """The parameters of a layer that are multiplied with a token, by the width of the model."""
-    size, scheme, experts = layer.head_dim, layer.scheme, layer.experts
-    hidden = (3 if layer.gated else 2) * layer.mlp_dim
+    experts, hidden = layer.experts, (3 if layer.gated else 2) * layer.mlp_dim
     hidden = hidden if experts is None else experts.per_token * hidden + experts.count
-    queries = layer.num_heads * (scheme.query_size(size) + size)
-    return queries + layer.num_kv_heads * (scheme.key_size(size) + size) + hidden
+    return mixer_width(layer) + hidden
+
+
+def mixer_width(layer: DecoderConfig) -> int:
+    """`product_width` without the hidden layer: the projections of attention, or of a layer of Gated DeltaNet."""
+    size, heads, scheme = layer.head_dim, layer.num_heads, layer.scheme
+    if scheme.is_delta:
+        queries, keys, values = scheme.linear.channels
+        return queries + keys + 3 * values + 2 * scheme.linear.num_heads
+    gate = {None: 0, "head": heads, "elementwise": heads * size}[layer.attention_gate]
+    queries = heads * (scheme.query_size(size) + size)
+    return queries + layer.num_kv_heads * (scheme.key_size(size) + size) + gate
 
 
 def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -> float:

@@ -20,7 +20,7 @@ from posjax.nn import DecoderConfig
 from posjax.nn.config import REMAT
 from train.config import Config, TrainConfig
 from train.model.build import Setup
-from train.model.flops import product_parameters, update_flops
+from train.model.flops import mixer_width, product_parameters, update_flops
 from train.plan.compiling import DoesNotCompile, compiler_flags
 from train.plan.gpus import IN_A_NODE, Nodes
 from train.plan.plan import Plan, check_split, compiled_with, make_plan, mesh_text
@@ -127,10 +127,7 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     gathered = 4 * parameters / decoder.num_layers / tensor
     # Numbers of a token inside a layer: projections and hidden units.
     inner = max(map(_inner_numbers, decoder.every_layer)) / tensor
-    width, attended = (
-        decoder.model_dim,
-        max(layer.head_dim for layer in decoder.every_layer) * decoder.num_heads / tensor,
-    )
+    width, attended = decoder.model_dim, max(map(_attended_numbers, decoder.every_layer)) / tensor
     kept = {
         "none": 2 * inner + width,
         "dots": inner + width + attended,
@@ -145,7 +142,11 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
 
 def _inner_numbers(layer: DecoderConfig) -> int:
     experts = 1 if layer.experts is None else layer.experts.per_token
-    return layer.head_dim * 2 * (layer.num_heads + layer.num_kv_heads) + 3 * experts * layer.mlp_dim
+    return mixer_width(layer) + 3 * experts * layer.mlp_dim
+
+
+def _attended_numbers(layer: DecoderConfig) -> int:
+    return layer.scheme.linear.channels[-1] if layer.scheme.is_delta else layer.head_dim * layer.num_heads
 
 
 def _all_parameters(decoder: DecoderConfig) -> int:

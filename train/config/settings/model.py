@@ -88,6 +88,7 @@ class ModelConfig:
     biases: tuple[str, ...] = ()  # those of qkv, output, mlp, head that have a bias
     embedding_norm: bool = False
     projection_norm: bool = False  # of queries and keys over all heads together
+    attention_gate: Literal["elementwise", "head"] | None = None  # what multiplies the outputs of attention's heads
     clip_qkv: float | None = None  # queries, keys and values are cut off at this magnitude
     embedding_scale: float | None = None  # None is sqrt(model_dim)
     query_scale: float | None = None  # None is head_dim ** -0.5
