@@ -113,7 +113,7 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
         layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary.
 
-    The output gate of attention adds ``heads d_v`` or ``heads``; `mixer_width` has the projections of Gated DeltaNet. Of
+    The output gate of attention adds ``heads d_v`` or ``heads``; `mixer_width` has those of Gated DeltaNet. Of
     a mixture of experts, the experts that a token uses count, and the router. The embedding is a lookup, and counts
     only if it is also the head.
     """

@@ -283,6 +283,32 @@ def test_meshes_remat_and_chunks_change_no_loss_of_a_model_with_every_option(bat
     assert all(jax.tree.leaves(moved)), "every parameter has a gradient"
 
 
+DELTA = {"num_heads": 4, "key_dim": 4, "num_key_heads": 2}
+GATED = {"num_layers": 4, "attention_gate": "elementwise"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "model", "mesh"),
+    [
+        (DELTA | {"name": "gated-delta"}, {}, {"data": 2, "tensor": 2}),
+        pytest.param(
+            DELTA | {"name": "qwen3-next", "share": 0.5},
+            GATED | {"remat": "full"},
+            {"data": 1, "fsdp": 2, "tensor": 2},
+            marks=pytest.mark.wide,
+        ),
+    ],
+    ids=["delta", "delta, attention and a gate"],
+)
+def test_ten_updates_of_gated_delta_on_four_devices_are_those_of_one(batch, scheme, model, mesh):
+    found = []
+    for sizes in ({"data": 1}, mesh):
+        program, devices = build(scheme, model, mesh=sizes, learning_rate=1e-3)
+        state, losses = run(program, devices, batch, begin(program, random_parameters(program)), steps=10)
+        found.append((jax.tree.map(np.asarray, state.parameters), losses))
+    assert_same_training(*found)
+
+
 SLICES = {"replica": 2, "data": 1, "fsdp": 4}
 SPLIT = {"replica": 2, "data": 1, "fsdp": 2, "context": 2}
 EXPERTS = {"remat": "full", "experts": {"count": 4, "per_token": 2}}
