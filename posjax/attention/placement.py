@@ -80,9 +80,12 @@ class Placement:
             layout fits any number.
         ulysses: how many neighbouring shards of ``context`` form a group that exchanges heads, in ``"ring-ulysses"``.
         repeats: how often every key head was repeated so that ``heads`` splits them; ``for_key_heads`` sets it.
+        experts: the axis of ``batch`` over which experts of a mixture are split, if it divides their number; tokens
+            then go to the devices of their experts and back. Attention does not read it.
 
     Raises:
-        ValueError: for an unknown strategy, an empty tuple, ``"auto"`` in a tuple, or an axis that is named twice.
+        ValueError: for an unknown strategy, an empty tuple, ``"auto"`` in a tuple, an axis that is named twice, or
+            ``experts`` outside ``batch``.
     """
 
     batch: tuple[str, ...] = ()
@@ -92,9 +95,12 @@ class Placement:
     layout: Layout = CONTIGUOUS
     ulysses: int = 1
     repeats: int = 1
+    experts: str | None = None
 
     def __post_init__(self):
         _check_names(self.strategy)
+        splits_rows = self.experts is None or self.experts in self.batch
+        check(splits_rows, f"placement: experts must be an axis of batch, {self.batch}, found {self.experts!r}")
         check_count("ulysses", self.ulysses)
         check(len(set(self.axes)) == len(self.axes), f"placement: every axis can be named only once, found {self.axes}")
 

@@ -8,7 +8,7 @@ from posjax.nn.huggingface import from_pretrained, save_pretrained
 from posjax.nn.mlp import MLP
 from posjax.nn.modules import Attention, Block
 from posjax.nn.norms import LayerNorm, RMSNorm
-from posjax.nn.specs import Experts, Norm, Residual
+from posjax.nn.specs import Experts, Norm, Residual, Router
 
 __all__ = [
     "MLP",
@@ -24,6 +24,7 @@ __all__ = [
     "Norm",
     "RMSNorm",
     "Residual",
+    "Router",
     "Sampling",
     "choose",
     "from_pretrained",

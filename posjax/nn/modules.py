@@ -21,8 +21,9 @@ from posjax.attention.sharded import attend_on_mesh
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.nn.delta import DeltaMixer
+from posjax.nn.experts import ExpertsMLP
 from posjax.nn.gate import OutputGate
-from posjax.nn.mlp import MLP, ExpertsMLP
+from posjax.nn.mlp import MLP
 from posjax.nn.norms import RMSNorm, make_norm
 from posjax.nn.parameters import (
     bias_parameter,

@@ -15,6 +15,8 @@ BIASES = ("qkv", "output", "mlp", "head")
 """The projections that may have a learned bias."""
 GATES = ("elementwise", "head")
 """The gates of the outputs of attention."""
+SCORES = ("softmax", "sigmoid")
+"""How a router scores experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +52,75 @@ class Norm:
 
 
 @dataclasses.dataclass(frozen=True)
+class Router:
+    """Which experts a token takes, and the weight of each, from the router's logits ``z = W x``, float32.
+
+        s = softmax(z), over all experts, or sigmoid(z), each for itself
+        chosen are the ``per_token`` experts with the largest s_e + c_e; of equal ones those with lower numbers
+        w_e = scale s_e, with ``normalized`` divided by the sum of s over the chosen experts
+
+    With "softmax" and ``normalized`` the weights are the softmax over the chosen logits (Mixtral, gpt-oss).
+
+    Args:
+        score: ``"softmax"`` or ``"sigmoid"``.
+        normalized: whether the weights of a token sum to ``scale``.
+        bias: whether the logits have a learned bias (gpt-oss).
+        correction: whether every expert has a number c_e that counts for the choice alone. It has no gradient; training
+            moves it by the experts' loads (DeepSeek V3, Wang et al., arXiv 2408.15664).
+        groups: the experts form so many groups of equal size, in order.
+        groups_kept: only experts of the best so many groups are chosen (DeepSeek V2 and V3).
+        group_best: a group is as good as the sum of the ``s_e + c_e`` of its so many best experts: 1 in DeepSeek V2, 2
+            in V3.
+        scale: factor of the weights.
+        least_sum: the least divisor of normalized weights (ERNIE 4.5).
+        on_input: whether the weights multiply the inputs of the experts instead of their outputs (Llama 4).
+    """
+
+    score: str = "softmax"
+    normalized: bool = True
+    bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    groups_kept: int = 1
+    group_best: int = 1
+    scale: float = 1.0
+    least_sum: float = 1e-20
+    on_input: bool = False
+
+    def __post_init__(self):
+        check_flags(self, "experts.router.")
+        check_choice("experts.router.score", self.score, SCORES)
+        counts = {name: getattr(self, name) for name in ("groups", "groups_kept", "group_best")}
+        check_counts(**{f"experts.router.{name}": count for name, count in counts.items()})
+        kept = f"experts.router.groups_kept must be at most groups, found {self.groups_kept} of {self.groups}"
+        check(self.groups_kept <= self.groups, kept)
+        check_number("experts.router.scale", self.scale)
+        check_number("experts.router.least_sum", self.least_sum, at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Experts:
     """A mixture of experts in place of the MLPs.
 
     Args:
         count: number of experts.
         per_token: number of experts for every token.
+        router: how a token's experts are chosen and weighted.
+        shared_dim: hidden width of an MLP beside the experts that every token takes; None for none.
+        shared_gate: whether the output of that MLP is multiplied by ``sigmoid(g x)`` with a learned vector g (Qwen2).
+        shared_scale: factor of that output (Cohere 2).
+        balance: coefficient of the balance loss that the model is trained with. It changes no computation here.
         dense: the numbers of the layers that have one MLP instead, from 0 (DeepSeek V3: 0, 1, 2).
         dense_dim: the hidden width of these; ``mlp_dim``, the width of an expert, when left out.
     """
 
     count: int
     per_token: int
+    router: Router = dataclasses.field(default=Router())
+    shared_dim: int | None = None
+    shared_gate: bool = False
+    shared_scale: float = 1.0
+    balance: float = 0.0
     dense: tuple[int, ...] = ()
     dense_dim: int | None = None
 
@@ -73,6 +132,28 @@ class Experts:
             check_count("experts.dense_dim", self.dense_dim)
         fits = self.per_token <= self.count
         check(fits, f"experts.per_token must be at most experts.count, found {self.per_token} of {self.count}")
+        self._check_groups()
+        check_number("experts.shared_scale", self.shared_scale)
+        check_number("experts.balance", self.balance, at_least=0)
+        if self.shared_dim is not None:
+            check_counts(**{"experts.shared_dim": self.shared_dim})
+        gated = "experts.shared_gate needs a shared MLP; set experts.shared_dim, or leave shared_gate out"
+        check(self.shared_dim is not None or not self.shared_gate, gated)
+
+    def _check_groups(self) -> None:
+        """Raises ValueError unless the groups divide the experts, and those kept have enough for a token."""
+        router, groups = self.router, self.router.groups
+        check(self.count % groups == 0, f"experts.router.groups must divide the {self.count} experts, found {groups}")
+        size = self.count // groups
+        check(
+            router.group_best <= size,
+            f"experts.router.group_best must be at most the {size} experts of a group, found {router.group_best}",
+        )
+        check(
+            self.per_token <= router.groups_kept * size,
+            f"experts.per_token must be at most the {router.groups_kept * size} experts of the groups that are kept, "
+            f"found {self.per_token}; a larger experts.router.groups_kept would work",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

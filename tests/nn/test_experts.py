@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 
 import posjax as pj
 from posjax.attention.sharded import Placement
-from posjax.nn import Decoder, DecoderConfig, Experts
-from posjax.nn.mlp import ExpertsMLP
+from posjax.nn import Decoder, DecoderConfig, Experts, Router
+from posjax.nn.experts import ExpertsMLP
 from train.model.flops import product_parameters
 
 CONFIG = DecoderConfig(
@@ -23,7 +23,7 @@ CONFIG = DecoderConfig(
     num_heads=4,
     mlp_dim=24,
     activation="swiglu-clamped",
-    experts=Experts(count=4, per_token=2),
+    experts=Experts(count=4, per_token=2, router=Router(bias=True)),
     biases=("mlp", "qkv"),
     scheme=pj.scheme("rope"),
 )
@@ -98,7 +98,7 @@ def by_token(p, x):
 
 @pytest.mark.parametrize(
     ("scale", "changes", "crowded"),
-    [(1.0, {}, True), (20.0, {}, False), (1.0, {"activation": "relu", "biases": ()}, False)],
+    [(1.0, {}, True), (20.0, {}, False), (1.0, {"activation": "relu", "biases": (), "experts": Experts(4, 2)}, False)],
     ids=["all want the same", "clamped", "without gates and biases"],
 )
 def test_every_token_takes_its_experts(scale, changes, crowded):

@@ -20,6 +20,7 @@ from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.presets import scheme, scheme_options
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check, check_chunks
+from train.config.settings.model import ExpertsConfig
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.model.extension import completed, continued
 from train.model.mesh import BATCH_AXES
@@ -150,7 +151,7 @@ class Setup:
         fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
         fields |= {
             "vocab_size": fields["vocab_size"] or self.tokenizer.vocabulary_size,
-            "experts": None if model.experts is None else nn.Experts(**vars(model.experts)),
+            "experts": model.experts and _experts(model.experts),
             "norm": nn.Norm(**vars(model.norm)),
             "residual": nn.Residual(**vars(model.residual)),
             "placement": self.placement,
@@ -191,6 +192,11 @@ class Setup:
             how = f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
             lines.append(f"the released scheme, {how}")
         return [*lines, f"warning: {self.undivided}"] if self.undivided else lines
+
+
+def _experts(settings: ExpertsConfig) -> nn.Experts:
+    """The mixture of experts of a config. Raises ValueError, with the key, for one that cannot be built."""
+    return nn.Experts(**{**vars(settings), "router": nn.Router(**vars(settings.router))})
 
 
 def check_model(setup: Setup) -> None:

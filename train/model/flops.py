@@ -113,9 +113,9 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
         layers x width x (heads d_q + kv_heads d_k + kv_heads d_v + heads d_v + (3 or 2) hidden) + width x vocabulary.
 
-    The output gate of attention adds ``heads d_v`` or ``heads``; `mixer_width` has those of Gated DeltaNet. Of
-    a mixture of experts, the experts that a token uses count, and the router. The embedding is a lookup, and counts
-    only if it is also the head.
+    The output gate of attention adds ``heads d_v`` or ``heads``; `mixer_width` has those of Gated DeltaNet. Of a
+    mixture of experts, the experts that a token uses count, the MLP that all tokens share, and the router. The
+    embedding is a lookup, and counts only if it is also the head.
     """
     widths = (layers * product_width(layer) for layer, layers in Counter(decoder.every_layer).items())
     return decoder.model_dim * (sum(widths) + decoder.vocab_size)
@@ -123,8 +123,11 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
 def product_width(layer: DecoderConfig) -> int:
     """The parameters of a layer that are multiplied with a token, by the width of the model."""
-    experts, hidden = layer.experts, (3 if layer.gated else 2) * layer.mlp_dim
-    hidden = hidden if experts is None else experts.per_token * hidden + experts.count
+    experts, matrices = layer.experts, 3 if layer.gated else 2
+    hidden = matrices * layer.mlp_dim
+    if experts is not None:
+        shared = matrices * (experts.shared_dim or 0) + experts.shared_gate
+        hidden = experts.per_token * hidden + shared + experts.count
     return mixer_width(layer) + hidden
 
 

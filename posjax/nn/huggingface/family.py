@@ -96,6 +96,7 @@ def sizes_of(config: DecoderConfig) -> dict[str, int]:
         "size": config.head_dim,
         "mlp": config.mlp_dim,
         "experts": 0 if config.experts is None else config.experts.count,
+        "shared": 0 if config.experts is None else config.experts.shared_dim or 0,
         "positions": getattr(config.layers.embedding, "max_length", 0),
     } | delta_sizes(config.layers.kinds[0].linear)
 

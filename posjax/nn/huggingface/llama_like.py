@@ -24,7 +24,7 @@ from posjax.nn.huggingface.family import (
     window_of,
 )
 from posjax.nn.huggingface.views import View
-from posjax.nn.specs import Experts, Residual
+from posjax.nn.specs import Experts, Residual, Router
 from posjax.norms import QKNorm
 from posjax.scheme import Scheme
 from posjax.sinks import LearnedSinks
@@ -362,7 +362,7 @@ def _inverse(values: Values, key: str) -> float:
     return 1.0 / values[key]
 
 
-def _granite(values: Values) -> dict[str, Any]:
+def granite(values: Values) -> dict[str, Any]:
     """Granite's biases and its four multipliers."""
     return llama_biases(values) | {
         "embedding_scale": float(values["embedding_multiplier"]),
@@ -372,8 +372,8 @@ def _granite(values: Values) -> dict[str, Any]:
     }
 
 
-def _granite_values(config: DecoderConfig) -> dict[str, Any]:
-    """The inverse of ``_granite``, and the keys of the rule."""
+def granite_values(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of ``granite``, and the keys of the rule."""
     multipliers = {
         "embedding_multiplier": config.embedding_scale,
         "attention_multiplier": config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
@@ -389,8 +389,8 @@ _GRANITE_DEFAULTS = default_sizes(2048, 11008) | dict.fromkeys(_MULTIPLIERS, 1.0
 GRANITE = llama_family(
     "granite",
     "GraniteForCausalLM",
-    lambda values: _granite(values) | {"scheme": rope_everywhere(values)},
-    _granite_values,
+    lambda values: granite(values) | {"scheme": rope_everywhere(values)},
+    granite_values,
     _GRANITE_DEFAULTS,
 )
 
@@ -399,7 +399,7 @@ def _hyperclovax(values: Values) -> dict[str, Any]:
     """Granite's multipliers, but the logits are multiplied, and there may be norms on both sides."""
     size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     norm = "both" if values["use_post_norm"] else "before"
-    return _granite({"attention_multiplier": max(size, 1) ** -0.5} | values) | {
+    return granite({"attention_multiplier": max(size, 1) ** -0.5} | values) | {
         "residual": Residual(norm, scale=float(values["residual_multiplier"])),
         "logit_scale": float(values["logits_scaling"]),
         "scheme": rope_everywhere(values),
@@ -411,8 +411,7 @@ HYPERCLOVAX = llama_family(
     "HyperCLOVAXForCausalLM",
     _hyperclovax,
     lambda config: (
-        _granite_values(config)
-        | {"logits_scaling": config.logit_scale, "use_post_norm": config.residual.norm == "both"}
+        granite_values(config) | {"logits_scaling": config.logit_scale, "use_post_norm": config.residual.norm == "both"}
     ),
     {key: value for key, value in _GRANITE_DEFAULTS.items() if key != "attention_multiplier"} | {"use_post_norm": True},
     lambda config: llama_tensors(config) | norms(attention_after="post_norm1", mlp_after="post_norm2"),
@@ -444,8 +443,8 @@ GRANITE_HYBRID = Family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
     {key: field for key, field in KEYS.items() if field != "mlp_dim"} | {"shared_intermediate_size": "mlp_dim"},
-    lambda values: _granite(values) | {"scheme": _attention_alone(values)},
-    lambda config: _granite_values(config) | _attention_alone_values(config),
+    lambda values: granite(values) | {"scheme": _attention_alone(values)},
+    lambda config: granite_values(config) | _attention_alone_values(config),
     lambda config: (
         llama_tensors(config)
         | outputs("self_attn.o_proj", "shared_mlp.output_linear")
@@ -527,7 +526,7 @@ GPT_OSS = Family(
     KEYS,
     lambda values: {
         "activation": "swiglu-clamped",
-        "experts": Experts(values["num_local_experts"], values["num_experts_per_tok"]),
+        "experts": Experts(values["num_local_experts"], values["num_experts_per_tok"], Router(bias=True)),
         "biases": (*llama_biases(values)["biases"], "mlp"),
         "scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)), sinks=LearnedSinks()),
     },

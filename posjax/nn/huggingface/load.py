@@ -1,6 +1,7 @@
 """Released models as decoders: each device's part is read directly from the files."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from posjax._checks import check, check_choice, nearest
+from posjax._mesh import axes_of
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
 from posjax.nn.huggingface.family import Family, sizes_of
@@ -145,7 +147,9 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
     def read(parameter: Stored) -> jax.Array:
         reader = partial(_read, source, parameter.view, parameter.sizes)
         names = list(map(find, parameter.tensors))
-        return reader(parameter.leaf, names[0]) if parameter.layers is None else _stacked(reader, parameter.leaf, names)
+        if parameter.layers is None:
+            return reader(parameter.leaf, names[0])
+        return (_stacked if parameter.experts is None else _stacked_experts)(reader, parameter.leaf, names)
 
     with jax.set_mesh(NO_MESH):
         return jax.tree.unflatten(jax.tree.structure(wanted), list(map(read, parameters)))
@@ -161,7 +165,8 @@ class Stored(NamedTuple):
     """A parameter of a decoder, and the tensors that hold it: one, or one for each of its layers if it is in a stack.
 
     ``leaf`` is the array of the parameter, or its shape and dtype. ``sizes`` are those of the view's axes. ``layers``
-    is None outside a stack.
+    is None outside a stack. ``experts`` is their number if every expert of a layer has a tensor of its own; the tensors
+    of a layer are then next to each other.
     """
 
     leaf: Any
@@ -169,6 +174,12 @@ class Stored(NamedTuple):
     sizes: AxisSizes
     tensors: list[str]
     layers: Sequence[int] | None
+    experts: int | None = None
+
+    @property
+    def layer_of_tensor(self) -> list[int]:
+        """The layer of every tensor; -1 outside a stack."""
+        return [-1] if self.layers is None else [layer for layer in self.layers for _ in range(self.experts or 1)]
 
 
 def named_parameters(tree: Any) -> list[tuple[str, Any]]:
@@ -187,8 +198,10 @@ def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Store
         why = f"the layout of {family.model_type} has no tensor for the parameter {path} of shape {leaf.shape}"
         check(name in views, why)
         tensor = views[name].name
-        tensors = [tensor] if layers is None else [tensor.format(layer=layer) for layer in layers]
-        stored_parameters.append(Stored(leaf, views[name], sizes, tensors, layers))
+        experts = config.experts.count if views[name].of_expert else None
+        numbers = [{"layer": layer, "expert": expert} for layer in layers or () for expert in range(experts or 1)]
+        tensors = [tensor] if layers is None else [tensor.format(**each) for each in numbers]
+        stored_parameters.append(Stored(leaf, views[name], sizes, tensors, layers, experts))
     return stored_parameters
 
 
@@ -290,14 +303,20 @@ def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, s
     return jax.tree.map(struct, abstract, dtypes, logical_axes(model))
 
 
-def _read(source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, name: str) -> jax.Array:
-    """A parameter, or one layer of it, from its tensor."""
-    tensor = source.tensor(name)
+def _read(
+    source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, names: str | Sequence[str]
+) -> jax.Array:
+    """A parameter, or one layer of it, from its tensor; or several experts of a layer, each from its own tensor."""
     dtype = np.dtype(struct.dtype)
-    view = dataclasses.replace(view, name=name)
-    return jax.make_array_from_callback(
-        struct.shape, _sharding(struct), lambda index: view.read(tensor, sizes, index, dtype)
-    )
+
+    def part(index, name=names):
+        return dataclasses.replace(view, name=name).read(source.tensor(name), sizes, index, dtype)
+
+    def parts(index):
+        return np.stack([part(index[1:], name) for name in names[index[0]]])
+
+    read = part if isinstance(names, str) else parts
+    return jax.make_array_from_callback(struct.shape, _sharding(struct), read)
 
 
 def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str]) -> jax.Array:
@@ -311,6 +330,41 @@ def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str])
         # Wait, so that only one layer at a time is on the host: dispatched work keeps its arguments alive.
         jax.block_until_ready(stack)
     return stack
+
+
+def _stacked_experts(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str]) -> jax.Array:
+    """The experts of all layers, written into one array; every device reads one of its own experts at a time."""
+    whole = _sharding(struct)
+    count = struct.shape[1]
+    shards, own = _of_experts(whole)
+    each = count // shards
+    one = jax.ShapeDtypeStruct((shards, *struct.shape[2:]), struct.dtype, sharding=own)
+    stack = jnp.zeros(struct.shape, struct.dtype, device=whole)
+    put = _put_experts(whole)
+    for row in range(struct.shape[0]):
+        of_layer = names[row * count : (row + 1) * count]
+        for number in range(each):
+            stack = put(stack, read(one, of_layer[number::each]), row, number)
+            jax.block_until_ready(stack)  # so that only one expert of a device at a time is on the host
+    return stack
+
+
+def _of_experts(sharding: Sharding) -> tuple[int, Sharding]:
+    """Over how many shards experts are split, and the sharding of an array with one expert for each of them."""
+    if not isinstance(sharding, NamedSharding):
+        return 1, sharding
+    layer = _of_layer(sharding)
+    return math.prod(layer.mesh.shape[axis] for part in layer.spec[:1] for axis in axes_of(part)), layer
+
+
+def _put_experts(sharding: Sharding) -> Callable:
+    """A program that writes one expert of every shard into a layer's row of a stack."""
+
+    def put(stack, experts, row, number):
+        split = stack.reshape(stack.shape[0], len(experts), -1, *stack.shape[2:])
+        return split.at[row, :, number].set(experts).reshape(stack.shape)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
 def _put(sharding: Sharding) -> Callable:

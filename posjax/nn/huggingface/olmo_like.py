@@ -37,16 +37,22 @@ from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm, Residual
 from posjax.norms import QKNorm
 
-_AFTER = norms(attention_after="post_attention_layernorm", mlp_after="post_feedforward_layernorm")
+AFTER = norms(attention_after="post_attention_layernorm", mlp_after="post_feedforward_layernorm")
+
+
+def norms_of_all_heads() -> dict[str, View]:
+    """The views of norms of queries and keys over all heads together."""
+    return {
+        f"block/attention/{name}_norm/gain": View(
+            f"{LAYER}self_attn.{name}_norm.weight", f"({heads} size) -> {heads} size"
+        )
+        for name, heads in (("q", "heads"), ("k", "kv_heads"))
+    }
 
 
 def _olmo_tensors(config: DecoderConfig) -> dict[str, View]:
-    """The views of OLMo 2 and 3, with norms of all heads together."""
-    views = EMBEDDING | FINAL_NORM | _AFTER | projections()
-    for name, heads in (("q", "heads"), ("k", "kv_heads")):
-        pattern = f"({heads} size) -> {heads} size"
-        views[f"block/attention/{name}_norm/gain"] = View(f"{LAYER}self_attn.{name}_norm.weight", pattern)
-    return views
+    """The views of OLMo 2 and 3."""
+    return EMBEDDING | FINAL_NORM | AFTER | projections() | norms_of_all_heads()
 
 
 def _olmo(values: Values) -> dict[str, Any]:
@@ -113,7 +119,7 @@ EXAONE4 = llama_family(
     _exaone,
     lambda config: {"sliding_window": window_of(config), "layer_types": types_of(config)} | rope_values(config),
     default_sizes(2048, 16384, 32) | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
-    lambda config: EMBEDDING | FINAL_NORM | _AFTER | projections() | HEAD_NORMS,
+    lambda config: EMBEDDING | FINAL_NORM | AFTER | projections() | HEAD_NORMS,
 )
 
 # --- GLM --------------------------------------------------------------------------------------------------------------

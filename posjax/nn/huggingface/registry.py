@@ -6,7 +6,16 @@ from typing import Any
 
 from posjax._checks import check, check_choice, describe
 from posjax.nn.config import BY_LAYER, DecoderConfig, check_size
-from posjax.nn.huggingface import cohere_like, gemma_like, gpt_like, llama_like, olmo_like, qwen_next_like
+from posjax.nn.huggingface import (
+    cohere_like,
+    corrected_moe,
+    gemma_like,
+    gpt_like,
+    llama_like,
+    moe_like,
+    olmo_like,
+    qwen_next_like,
+)
 from posjax.nn.huggingface.family import Family, check_same
 
 _ALL = (
@@ -14,6 +23,8 @@ _ALL = (
     *gemma_like.GEMMA_LIKE,
     *olmo_like.OLMO_LIKE,
     *cohere_like.COHERE_LIKE,
+    *moe_like.MOE_LIKE,
+    *corrected_moe.CORRECTED_MOE,
     *gpt_like.GPT_LIKE,
     *qwen_next_like.QWEN_NEXT_LIKE,
 )
@@ -93,7 +104,7 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 }
 """The kinds of values in ``config.json``, in words and as a test."""
 _KEYS = {
-    **dict.fromkeys(("layer_types", "no_rope_layers"), list),
+    **dict.fromkeys(("layer_types", "no_rope_layers", "mlp_layer_types", "mlp_only_layers", "moe_layers"), list),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), dict),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
@@ -112,7 +123,15 @@ _MAY_BE_NONE = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "clip_qkv",
+    "moe_layers",
+    "no_rope_layers",
+    "attention_chunk_size",
+    "prefix_dense_intermediate_size",
+    "n_shared_experts",
 )
+_FROM_ZERO = ("first_k_dense_replace", "num_shared_experts", "n_shared_experts", "moe_num_shared_experts")
+_FROM_ZERO += ("shared_intermediate_size", "moe_layer_start_index", "moe_layer_end_index", "sliding_window")
+"""Keys of numbers that may be 0, and one that may be -1."""
 
 
 def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
@@ -120,6 +139,8 @@ def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
     kinds = {key: type(value) for key, value in family.defaults.items() if value is not None}
     for key, kind in (kinds | dict.fromkeys(family.keys, int) | {"tie_word_embeddings": bool} | _KEYS).items():
         if key not in given or (given[key] is None and key in _MAY_BE_NONE):
+            continue
+        if key in _FROM_ZERO and type(given[key]) is int and -1 <= given[key] <= 0:
             continue
         words, fits = _KINDS[kind]
         check(fits(given[key]), f"config.json: {key} must be {words}, found {describe(given[key])}")

@@ -171,9 +171,9 @@ def _family(config: DecoderConfig, name: str | None, like: Mapping[str, Any]) ->
 def _tensors(parameters: Sequence[Stored], dtype: str | None) -> dict[str, tuple]:
     """Dtype and shape of every tensor, in the order of layers."""
     descriptions = {}
-    for leaf, view, sizes, tensors, layers in parameters:
-        for layer, name in zip([-1] if layers is None else layers, tensors, strict=True):
-            descriptions[name] = (layer, np.dtype(dtype or leaf.dtype), view.tensor_shape(sizes))
+    for each in parameters:
+        for layer, name in zip(each.layer_of_tensor, each.tensors, strict=True):
+            descriptions[name] = (layer, np.dtype(dtype or each.leaf.dtype), each.view.tensor_shape(each.sizes))
     ordered = sorted(descriptions.items(), key=lambda item: (item[1][0], item[0]))
     return {name: (kind, shape) for name, (_, kind, shape) in ordered}
 
@@ -198,8 +198,14 @@ def _parts(parameter: Stored) -> Iterator[tuple[str, tuple, np.ndarray]]:
         if parameter.layers is None:
             yield parameter.tensors[0], shard.index, np.asarray(shard.data)
             continue
-        for row, name in enumerate(parameter.tensors):
-            yield name, shard.index[1:], np.asarray(shard.data[row])
+        if parameter.experts is None:
+            for row, name in enumerate(parameter.tensors):
+                yield name, shard.index[1:], np.asarray(shard.data[row])
+            continue
+        count = parameter.experts
+        for row, expert in np.ndindex(len(parameter.layers), shard.data.shape[1]):
+            name = parameter.tensors[row * count + (shard.index[1].start or 0) + expert]
+            yield name, shard.index[2:], np.asarray(shard.data[row, expert])
 
 
 def files_beside(like: str | Path) -> dict[str, bytes]:

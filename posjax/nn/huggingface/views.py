@@ -27,7 +27,8 @@ class View:
     Brackets on the right join axes, at most once in a pattern.
 
     Args:
-        name: of the tensor; ``{layer}`` is the number of the layer.
+        name: of the tensor; ``{layer}`` is the number of the layer. With ``{expert}``, every expert has a tensor of its
+            own; the pattern is that of one expert, and the parameter has an axis of experts in front.
         pattern: the axes, by names of sizes.
         part: the index along the number or sum axis.
     """
@@ -35,6 +36,11 @@ class View:
     name: str
     pattern: str
     part: int | None = None
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether it is the view of one expert."""
+        return "{expert}" in self.name
 
     def tensor_shape(self, sizes: AxisSizes) -> tuple[int, ...]:
         """The shape of the whole tensor."""

@@ -167,6 +167,7 @@ def test_texts_within_and_beyond_the_original_length(values, tmp_path):
 
 SIZES = {"vocab_size", "model_dim", "num_layers", "num_heads"}
 CHOSEN = {"granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"], "num_hidden_layers": 1}}
+CHOSEN |= {"dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
 """Of families whose default model cannot be read: what a readable one says."""
 
 

@@ -13,7 +13,7 @@ TOKENS = np.random.default_rng(0).integers(3, released.VOCAB, (2, 40))
 
 
 def random_model(values):
-    """A random model of transformers; its biases and the gains of its norms are far from 0 and 1."""
+    """A random model of transformers; its biases, gains of norms and corrections of routers are far from 0 and 1."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**values)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
@@ -21,6 +21,9 @@ def random_model(values):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+        for name, number in (*model.named_buffers(), *model.named_parameters()):
+            if name.endswith("correction_bias"):
+                number.copy_(torch.empty_like(number).uniform_(-0.3, 0.3))
     return model
 
 

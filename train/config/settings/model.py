@@ -39,11 +39,32 @@ class NormConfig:
 
 
 @dataclass(frozen=True)
+class RouterConfig:
+    """The fields of `posjax.nn.Router`."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True  # the weights of a token are divided by their sum
+    bias: bool = False
+    correction: bool = False  # every expert has a number for the choice, which training moves by its load
+    groups: int = 1
+    groups_kept: int = 1
+    group_best: int = 1
+    scale: float = 1.0
+    least_sum: float = 1e-20
+    on_input: bool = False
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """The fields of `posjax.nn.Experts`."""
 
     count: int = 8
     per_token: int = 2
+    router: RouterConfig = field(default_factory=RouterConfig)
+    shared_dim: int | None = None  # hidden width of an MLP beside the experts that every token takes
+    shared_gate: bool = False
+    shared_scale: float = 1.0
+    balance: float = 0.0  # coefficient of the balance loss
     dense: tuple[int, ...] = ()  # numbers of the layers with one MLP instead, from 0
     dense_dim: int | None = None  # the hidden width of these; None is mlp_dim
 
