@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: layers of Gated DeltaNet, and every fourth layer attention with an output gate."""
+"""Qwen3.5 and Qwen3-Next, dense and with experts: Gated DeltaNet, and gated attention in every fourth layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,25 @@ from posjax.nn.huggingface.llama_like import (
     EMBEDDING,
     FINAL_NORM,
     HEAD_NORMS,
+    KEYS,
     LAYER,
+    LLAMA_DEFAULTS,
     LLAMA_NORMS,
     default_sizes,
     llama_biases,
-    llama_family,
     projections,
     qkv_bias_value,
     rope_everywhere,
+)
+from posjax.nn.huggingface.moe_like import (
+    OWN_WIDTH,
+    balance_value,
+    experts_and_one,
+    mixture,
+    mixture_of,
+    mixture_tensors,
+    mixture_values,
+    qwen_mixture,
 )
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm
@@ -117,13 +128,29 @@ def _separate_projections() -> dict[str, View]:
     }
 
 
-def _tensors(projected: Callable[[], dict[str, View]]) -> Callable[[DecoderConfig], dict[str, View]]:
+def _grouped_projections() -> dict[str, View]:
+    """Qwen3-Next: one tensor has, by heads of keys, a query, a key, values and gates; another rates and decays."""
+    rows = "key_size+key_size+delta_each*value_size+delta_each*value_size"
+    qkvz, values = f"(delta_keys {rows}) embed -> embed", "(delta_keys delta_each) value_size"
+    into = {"q": "delta_keys key_size", "k": "delta_keys key_size", "v": values, "gate": values}
+    both = "(delta_keys 2 delta_each) embed -> embed (delta_keys delta_each)"
+    return {
+        name: View(f"{_DELTA_LAYER}in_proj_qkvz.weight", f"{qkvz} {axes}", part)
+        for part, (name, axes) in enumerate(into.items())
+    } | {name: View(f"{_DELTA_LAYER}in_proj_ba.weight", both, part) for part, name in enumerate(("rate", "decay"))}
+
+
+def _layer_views(projected: dict[str, View]) -> Callable[[DecoderConfig], dict[str, View]]:
     views = EMBEDDING | FINAL_NORM | LLAMA_NORMS | projections() | HEAD_NORMS
-    views |= _gated_queries() | _delta_views(projected())
+    views |= _gated_queries() | _delta_views(projected)
     return lambda config: views
 
 
-_DEFAULTS = default_sizes(32768, 12288, 4) | {
+def _read(values: Values) -> dict[str, Any]:
+    return llama_biases(values) | {"attention_gate": "elementwise", "scheme": _schemes(values)}
+
+
+_DEFAULTS = LLAMA_DEFAULTS | {
     "head_dim": 256,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
@@ -132,16 +159,70 @@ _DEFAULTS = default_sizes(32768, 12288, 4) | {
     "linear_conv_kernel_dim": 4,
 }
 
-QWEN3_5 = llama_family(
+
+def _family(name: str, architecture: str, keys: dict, read: Callable, write: Callable, tensors: Callable, **more):
+    """A family; ``more`` are defaults of its config."""
+    return Family(
+        name,
+        architecture,
+        keys,
+        lambda values: _read(values) | read(values),
+        lambda config: _values(config) | write(config),
+        tensors,
+        _DEFAULTS | more,
+        norm=Norm(unit_offset=True),
+        activations={"silu": "swiglu"},  # of the convolution too
+        ignored=("rotary_emb.inv_freq", "mtp.*"),  # the heads that predict further tokens
+    )
+
+
+QWEN3_5 = _family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    lambda values: llama_biases(values) | {"attention_gate": "elementwise", "scheme": _schemes(values)},
-    _values,
-    _DEFAULTS,
-    _tensors(_separate_projections),
-    norm=Norm(unit_offset=True),
-    activations={"silu": "swiglu"},
-    ignored=("rotary_emb.inv_freq", "mtp.*"),  # the heads that predict further tokens
+    KEYS,
+    lambda values: {},
+    lambda config: {},
+    _layer_views(_separate_projections()),
+    **default_sizes(32768, 12288, 4),
 )
 
-QWEN_NEXT_LIKE: tuple[Family, ...] = (QWEN3_5,)
+
+def _shared(values: Values) -> dict[str, Any]:
+    """The options of a mixture with one gated MLP that all tokens take."""
+    return {"shared_dim": values["shared_expert_intermediate_size"], "shared_gate": True}
+
+
+def _mixture_values(config: DecoderConfig) -> dict[str, Any]:
+    width = {"shared_expert_intermediate_size": mixture_of(config).shared_dim}
+    return mixture_values(config, "num_experts") | balance_value(config) | width
+
+
+_MIXTURE = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001}
+
+QWEN3_5_MOE = _family(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    OWN_WIDTH,
+    lambda values: mixture(values, "num_experts", **_shared(values)),
+    _mixture_values,
+    mixture_tensors(experts_and_one(), _layer_views(_separate_projections())),
+    **default_sizes(32768, None, 2) | _MIXTURE | {"num_experts": 256, "num_experts_per_tok": 8},
+)
+
+QWEN3_NEXT = _family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    OWN_WIDTH,
+    lambda values: qwen_mixture(values, "num_experts", **_shared(values)),
+    lambda config: (
+        _mixture_values(config)
+        | {"mlp_only_layers": list(mixture_of(config).dense), "decoder_sparse_step": 1}
+        | {"norm_topk_prob": mixture_of(config).router.normalized}
+    ),
+    mixture_tensors(experts_and_one(), _layer_views(_grouped_projections())),
+    **default_sizes(32768, 5632, 2) | _MIXTURE | {"num_experts": 512, "num_experts_per_tok": 10},
+    decoder_sparse_step=1,
+    norm_topk_prob=True,
+)
+
+QWEN_NEXT_LIKE = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT)
