@@ -16,6 +16,7 @@ from methods import REACH, TRAINED, Method, numbered, subject
 import posjax as pj
 from posjax.diagnostics import Curve, weight_curve, weights
 from posjax.diagnostics.rotation import radians
+from posjax.linear import gated_delta
 
 HEADS = 4
 CONTENTS = (
@@ -79,11 +80,24 @@ def draw_ahead(methods: Sequence[Method]) -> None:
 
 @functools.cache
 def _curve(scheme: pj.Scheme, head_dim: int) -> Curve:
+    if scheme.is_delta:
+        return _of_delta()
     options = {} if scheme.linear else {"implementation": "dense"}
     # Without jit an operation is compiled once for all schemes: faster than compiling every scheme as a whole.
     common = type(scheme.features) is pj.rotary.Rotary and scheme.bias is None and scheme.linear is None
     with jax.disable_jit(common), np.errstate(invalid="ignore"):
         return weight_curve(scheme, _DISTANCES, draws=1, num_heads=HEADS, head_dim=head_dim, **options)
+
+
+def _of_delta() -> Curve:
+    """The weights of Gated DeltaNet for a rate of 1/2, and decays from the range of a new layer's heads."""
+    q = jnp.ones((1, REACH, HEADS, 1))
+    v = jnp.broadcast_to(jnp.eye(REACH)[None, :, None], (1, REACH, HEADS, REACH))
+    log_decay = jnp.broadcast_to(-8 * jnp.geomspace(1e-3, 1e-1, HEADS), v.shape[:3])
+    out, _ = gated_delta(q, q, v, log_decay, jnp.full(v.shape[:3], 0.5))
+    found = np.asarray(out[0, -1])[:, ::-1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Curve(_DISTANCES, found, np.log(found))
 
 
 def _embedded(scheme: pj.Scheme, width: int) -> Curve:

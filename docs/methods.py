@@ -11,7 +11,7 @@ import docstrings
 import jax
 
 import posjax as pj
-from posjax import bias, coca, rotary
+from posjax import bias, coca, linear, rotary
 from posjax.scheme.presets import PRESETS
 from posjax.scheme.registry import SLOTS
 
@@ -60,6 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "randomised": {"max_length": 4 * REACH},
     "pose": {"max_length": REACH},
     "performer": {"num_features": 128},
+    "gated-delta": {"num_heads": 4, "key_dim": 64},
 }
 """The options of a preset or spec in the examples, if it needs some or its defaults do not suit a small model."""
 _FACTOR, _LENGTH = {"factor": float(EXTENSION)}, {"original_length": TRAINED}
@@ -79,8 +80,14 @@ RECIPE_OPTIONS: dict[str, dict[str, Any]] = {
     "smollm3": {"num_layers": 4},
     "gpt-oss": {"num_layers": 2, "window": 8, "factor": float(EXTENSION), "original_length": TRAINED},
     "rnope-swa": {"num_layers": 4, "window": TRAINED},
+    "qwen3-next": {"num_layers": 4, "num_heads": 4, "key_dim": 64},
 }
-_ALSO = {bias.ALiBi: (bias.alibi_slopes,), bias.T5: (bias.t5_bucket,), coca.Coca: (coca,)}
+_ALSO = {
+    bias.ALiBi: (bias.alibi_slopes,),
+    bias.T5: (bias.t5_bucket,),
+    coca.Coca: (coca,),
+    linear.GatedDelta: (linear.delta, linear.convolution),
+}
 """Functions and modules that define a spec but that its first line does not name."""
 _MISSING = ("jax says", "the kernels need jax", "found no GPU", "compute capability")
 """What a refusal says that is about this machine, not about the call."""
@@ -112,6 +119,7 @@ SOURCES = {
     "methods/llama4": "Llama 4",
     "methods/smollm3": "SmolLM3",
     "methods/gpt-oss": "gpt-oss",
+    "methods/qwen3-next": "Qwen3-Next",
     "methods/scale-llama4": "Llama 4",
     "methods/scale-ministral": "Ministral 3",
     "methods/scale-constant": "T5; Gemma 4",

@@ -32,7 +32,8 @@ from posjax.scheme.registry import register
 __version__ = "0.1.0"
 
 _serial.register(
-    *(RotaryTable, Frequencies, positions.Range, remap.Branch, Cache, linear.LinearState, layout.Layout),
+    *(RotaryTable, Frequencies, positions.Range, remap.Branch, Cache, layout.Layout),
+    *(linear.LinearState, linear.DeltaState, linear.Memory, linear.Recent),
     *_serial.below(masks.Mask),
     *_serial.below(bias.Bias),
 )

@@ -51,6 +51,8 @@ OPTIONS = {
     "smollm3": {"num_layers": 4},
     "gpt-oss": {"num_layers": 2, "window": 4, "original_length": 8},
     "rnope-swa": {"num_layers": 4, "window": 4},
+    "qwen3-next": {"num_layers": 4, "num_heads": 4, "key_dim": 8, "value_dim": 6, "num_key_heads": 2},
+    "gated-delta": {"num_heads": 4, "key_dim": 8, "num_key_heads": 2},
     "performer": {"num_features": 16},
     "linear-taylor": {"order": 2},
     "linear-limit": {"order": 2},
@@ -63,7 +65,7 @@ GROUPS = {
     "biases": "alibi t5 kerple-power fox cope",
     "raw and half-width keys": "coca-strict coca-tied rerope",
     "logits": "learned-sinks ssmax key-norm learned-cosine",
-    "linear": "linear-elu linear-taylor",
+    "linear": "linear-elu linear-taylor gated-delta",
     "not shift-invariant": "coca-slack fire chunked longformer self-extend lm-infinite streaming dual-chunk performer",
 }
 # Presets that a group cannot have: position embeddings and layer patterns. RoPE is here to test a scan over layers. All
@@ -74,6 +76,12 @@ ALONE = ("rope", "sinusoidal", "learned", "hierarchical", "hwfa", "llama4")
 
 def preset(name):
     return pj.scheme(name, **OPTIONS.get(name, {}))
+
+
+def attending(name):
+    """The schemes of a preset that compute attention, each once: all but layers of Gated DeltaNet."""
+    found = preset(name)
+    return [scheme for scheme in dict.fromkeys(getattr(found, "schemes", (found,))) if not scheme.is_delta]
 
 
 def scheme_of(name):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import LENGTH, NAMES, config, preset, separate
+from decoders import LENGTH, NAMES, attending, config, preset, separate
 from flax import nnx
 from jax.experimental import checkify
 
@@ -137,11 +137,6 @@ def test_in_x64_float64_stays_float64(name):
         chex.assert_type(results, jnp.float64)
 
 
-def schemes_of(name):
-    found = preset(name)
-    return dict.fromkeys(found.schemes) if isinstance(found, pj.Layers) else (found,)
-
-
 def check_scheme(scheme, backend, dtype, positions):
     params = scheme.init(jax.random.key(0), HEADS, SIZE, num_kv_heads=KV_HEADS, model_dim=8)
     params |= scheme.init_shared(jax.random.key(1), HEADS, SIZE)
@@ -170,7 +165,7 @@ SOME = [(name, [WAYS[n % len(WAYS)], WAYS[6 + n % 4]]) for n, name in enumerate(
     ("name", "ways"), [*SOME, *(pytest.param(name, WAYS, marks=pytest.mark.wide) for name in NAMES)]
 )
 def test_presets_promote_nothing(name, ways):
-    for scheme in schemes_of(name):
+    for scheme in attending(name):
         for flags, dtype, backend, positions in ways:
             with strict(*flags):
                 jax.eval_shape(lambda s=scheme, b=backend, d=dtype, p=positions: check_scheme(s, b, d, p))
@@ -204,7 +199,7 @@ def test_no_intermediate_result_is_nan(name, backend):
 
 @pytest.mark.parametrize("name", [n if n == "fox" else pytest.param(n, marks=pytest.mark.wide) for n in NAMES])
 def test_no_preset_makes_an_intermediate_nan(name):
-    for scheme in schemes_of(name):
+    for scheme in attending(name):
         for backend in BACKENDS:
             with jax.debug_nans(True):
                 check_scheme(scheme, backend, jnp.float32, Range(0, LENGTH))

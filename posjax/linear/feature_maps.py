@@ -25,8 +25,24 @@ from posjax._checks import check, check_count, check_positive
 from posjax._numbers import widened
 
 
+class LinearLayer:
+    """What replaces the softmax: attention that keeps one state for all keys. The base class of the specs.
+
+    A spec is a frozen, hashable dataclass without arrays.
+    """
+
+    random: ClassVar[bool] = False
+    """Whether ``init`` draws random features. They are not trained, are saved with the model, and may be redrawn."""
+    one_sided: ClassVar[str | None] = None
+    """What to use in bidirectional attention in its place, if it is for causal attention alone; see ``Features``."""
+
+    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
+        """Parameters or random features of one layer, ``{}`` if there are none. They are passed back to the maps."""
+        return {}
+
+
 @dataclass(frozen=True)
-class LinearKernel(abc.ABC):
+class LinearKernel(LinearLayer, abc.ABC):
     """A kernel ``phi(q) . psi(k) >= 0``. A subclass is a frozen, hashable dataclass and holds no array.
 
     Inner products are non-negative; features may be negative. Elementwise maps have no factor 1 / sqrt(d); each kernel
@@ -35,12 +51,6 @@ class LinearKernel(abc.ABC):
 
     of_inner_product: ClassVar[bool] = False
     """Whether ``phi . psi`` is a function of ``q . k``, so that ``q`` and ``k`` are rotated before the map."""
-    random: ClassVar[bool] = False
-    """Whether ``init`` draws random features. They are not trained, are saved with the model, and may be redrawn."""
-
-    def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
-        """Parameters or random features of one layer, ``{}`` if there are none. They are passed back to the maps."""
-        return {}
 
     def size(self, head_dim: int) -> int:
         """The width m of the features of a head of size ``head_dim``."""

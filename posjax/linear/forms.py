@@ -27,6 +27,7 @@ from posjax._checks import check, check_count, check_counts, check_heads
 from posjax._lowered import vary, varying
 from posjax._numbers import at_least_float32
 from posjax._shapes import grouped, in_blocks, joined, ungrouped, zeros_at
+from posjax.linear.segments import last_segment, same_segment, segments_of
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["s", "z", "log_scale", "segment"], meta_fields=[])
@@ -177,10 +178,6 @@ def _lowest(dtype) -> float:
     return float(jnp.finfo(dtype).min) / 4
 
 
-def _same(ids: Int[Array, "batch n"]) -> Bool[Array, "batch n n"]:
-    return (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
-
-
 def _within(x: _Tokens, allowed: Bool[Array, "#batch q k"]) -> _Sums:
     """Sums over the allowed keys of ``x`` itself, divided by the exponential of their largest scale."""
     allowed = allowed[:, None]
@@ -232,12 +229,9 @@ def _add(a: _Sums, b: _Sums) -> _Sums:
 
 def _absorb(state: LinearState, x: _Tokens) -> LinearState:
     """The state after the keys of ``x``, for the last document in ``x``; for the state's own if all is padding."""
-    valid = x.ids >= 0
-    order = jnp.where(valid, jnp.arange(x.ids.shape[1]), -1)
-    last = jnp.take_along_axis(x.ids, jnp.maximum(order.max(1, keepdims=True), 0), axis=1)[:, 0]
-    segment = jnp.where(valid.any(1), last, state.segment)
+    segment = last_segment(x.ids, state.segment)
     same = segment == state.segment
-    member = (x.ids == segment[:, None]) & valid
+    member = (x.ids == segment[:, None]) & (x.ids >= 0)
     lowest = _lowest(x.dtype)
     highest = jnp.where(member[:, None], x.log_scale, lowest).max(-1)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, jnp.where(same[:, None], state.log_scale, lowest)))
@@ -265,7 +259,7 @@ def _scan(x: _Tokens, state: LinearState, size: int, finish, *, diagonal: bool =
 
     @partial(jax.checkpoint, prevent_cse=False)
     def step(before: LinearState, chunk: _Tokens):
-        within = _within(chunk, jnp.tril(_same(chunk.ids), 0 if diagonal else -1))
+        within = _within(chunk, jnp.tril(same_segment(chunk.ids), 0 if diagonal else -1))
         return _absorb(before, chunk), finish(_add(within, _read(before, chunk)))
 
     return jax.lax.scan(step, state, _split(x, size))
@@ -334,7 +328,7 @@ def _tokens(
         psi=_heads_first(psi),
         v=_heads_first(v),
         log_scale=_heads_first(_log_scale(log_scale, psi)),
-        ids=_ids(segment_ids, phi, state),
+        ids=segments_of(segment_ids, phi.shape[:2], None if state is None else state.segment),
         phi_numerator=None if q_numerator is None else grouped(q_numerator, psi.shape[2]),
         psi_numerator=_heads_first(k_numerator),
     )
@@ -352,18 +346,6 @@ def _log_scale(log_scale: Array | None, psi: Array) -> Float[Array, "batch lengt
         return jnp.zeros(wanted, at_least_float32(psi.dtype))
     check(log_scale.shape == wanted, f"log_scale must have shape {wanted}, found {log_scale.shape}")
     return log_scale
-
-
-def _ids(segment_ids: Array | None, phi: Array, state: LinearState | None) -> Int[Array, "batch length"]:
-    """The segment ids of the tokens. Without ids all tokens are one document: that of the state, if there is one."""
-    wanted = phi.shape[:2]
-    if segment_ids is None:
-        document = jnp.zeros(wanted[0], jnp.int32) if state is None else jnp.maximum(state.segment, 0)
-        return jnp.broadcast_to(document[:, None], wanted)
-    fits = jnp.issubdtype(segment_ids.dtype, jnp.integer) and segment_ids.shape == wanted
-    given = f"found {segment_ids.dtype} {segment_ids.shape}"
-    check(fits, f"segment_ids must be integers {wanted}, {given}")
-    return segment_ids.astype(jnp.int32)
 
 
 def _without_padding(x: _Tokens) -> _Tokens:

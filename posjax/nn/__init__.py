@@ -2,6 +2,7 @@
 
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, DecoderCache, logical_axes
+from posjax.nn.delta import DeltaMixer
 from posjax.nn.generation import Generated, Sampling, choose, generate, stream
 from posjax.nn.huggingface import from_pretrained, save_pretrained
 from posjax.nn.latent import LatentAttention
@@ -17,6 +18,7 @@ __all__ = [
     "Decoder",
     "DecoderCache",
     "DecoderConfig",
+    "DeltaMixer",
     "Experts",
     "Generated",
     "Latent",

@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -17,6 +18,8 @@ from posjax.scheme import Scheme
 
 class Layer(NamedTuple):
     """The inputs of attention in one layer: projections before the scheme's features, after a norm before them.
+
+    A layer of Gated DeltaNet has no queries and keys of attention: theirs are of size 0.
 
     ``gates`` are the result of ``Scheme.prepare`` (FoX), or None. ``options`` are the options of the config that change
     the logits, as arguments of ``Scheme.attend``.
@@ -67,6 +70,9 @@ def _run_period(state, x, visible, shared, *, graph, schemes, length) -> tuple[A
 
 
 def _attention_inputs(block: Block, x: Array, inputs: LayerInputs) -> tuple:
+    if block.delta is not None:
+        nothing = jnp.zeros((*x.shape[:2], block.delta.config.num_heads, 0), x.dtype)
+        return {}, nothing, nothing, None
     attention = block.attention
     x = block.attention_input(x)
     scheme = attention.scheme

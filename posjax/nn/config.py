@@ -21,7 +21,7 @@ from posjax._checks import (
 )
 from posjax._numbers import LARGEST, align_ranks
 from posjax.attention.placement import Placement
-from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Latent, Norm, Residual
+from posjax.nn.specs import ACTIVATIONS, BIASES, GATES, Experts, Latent, Norm, Residual
 from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.layers import MOST_LAYERS
@@ -83,6 +83,9 @@ class DecoderConfig:
         keys_as_values: whether the projected keys, before any norm and rotation, are also the values, in place of a
             projection of their own (Gemma 4); one for all layers, or a tuple with one for each.
         value_norm: whether values are normed over each head, without a gain (Gemma 4); the eps is that of ``norm``.
+        attention_gate: what multiplies the outputs of attention's heads before the output projection (Qiu et al., arXiv
+            2505.06708), of the layer's input x: ``"elementwise"``, ``sigmoid(x W)`` for every channel; ``"head"``, one
+            such number for every head; nothing when left out.
         clip_qkv: queries, keys and values are cut off at this magnitude before the position method (OLMo 1).
         embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others use 1.
         query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite), with ``latent``
@@ -127,6 +130,7 @@ class DecoderConfig:
     projection_norm: str = "none"
     keys_as_values: bool | tuple[bool, ...] = False
     value_norm: bool = False
+    attention_gate: str | None = None
     clip_qkv: float | None = None
     embedding_scale: float | None = None
     query_scale: float | None = None
@@ -150,6 +154,8 @@ class DecoderConfig:
         check_choice("activation", self.activation, ACTIVATIONS)
         self._check_numbers()
         self._check_latent()
+        if self.attention_gate is not None:
+            check_choice("attention_gate", self.attention_gate, GATES)
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         self._fill_defaults()

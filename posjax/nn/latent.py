@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from posjax.nn.config import DecoderConfig
+from posjax.nn.gate import OutputGate
 from posjax.nn.modules import Attention
 from posjax.nn.norms import RMSNorm
 from posjax.nn.parameters import bias_parameter, parameter, plus, scheme_parameters, to_heads
@@ -68,6 +69,7 @@ class LatentAttention(Attention):
         made = config.scheme.init(rngs.params(), heads, spec.rotated, model_dim=width)
         self.learned = scheme_parameters(made)
         self.o_bias = bias_parameter((width,), ("embed",)) if "output" in config.biases else None
+        self.gate = None if config.attention_gate is None else OutputGate(config, spec.value, rngs=rngs)
 
     def _project(self, x) -> list:
         """Queries, keys and values of every head."""
@@ -94,14 +96,13 @@ class LatentAttention(Attention):
     def _step(self, x, cache: Any, **arguments) -> tuple[Array, Any]:
         q, stored = self._queries(x), self._stored(x)
         if self._expands(x.shape[1]):
-            out, cache = self.scheme.decode(q, stored, None, cache, read=self._expanded, **arguments)
-            return self._merge(out), cache
+            return self.scheme.decode(q, stored, None, cache, read=self._expanded, **arguments)
         rotated = self.config.latent.rotated
         absorbed = jnp.einsum("bthd,rhd->bthr", q[..., rotated:], self.k[...].astype(q.dtype))
         q = jnp.concatenate([q[..., :rotated], absorbed], axis=-1)
         read = partial(_with_values, rotated)
         out, cache = self.scheme.decode(q, stored, None, cache, read=read, **arguments)
-        return self._merge(jnp.einsum("bthr,rhd->bthd", out, self.v[...].astype(out.dtype))), cache
+        return jnp.einsum("bthr,rhd->bthd", out, self.v[...].astype(out.dtype)), cache
 
     def _expands(self, tokens: int) -> bool:
         """Whether expanding the keys of a long cache takes less time than wider scores and sums for these tokens.

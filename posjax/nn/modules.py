@@ -16,13 +16,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from posjax._mesh import axes_of, explicit_spec, has_explicit, mesh_of
+from posjax._mesh import explicit_spec, has_explicit, mesh_of
 from posjax._numbers import align_ranks
 from posjax.attention.placement import Placement
 from posjax.attention.sharded import attend_on_mesh
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
+from posjax.nn.delta import DeltaMixer
 from posjax.nn.experts import ExpertsMLP, Load
+from posjax.nn.gate import OutputGate
 from posjax.nn.mlp import MLP
 from posjax.nn.norms import make_norm, projection_norm
 from posjax.nn.parameters import (
@@ -30,6 +32,7 @@ from posjax.nn.parameters import (
     from_heads,
     on_any_mesh,
     parameter,
+    placement_of,
     plain,
     plus,
     scheme_parameters,
@@ -100,6 +103,7 @@ class Attention(nnx.Module):
         self.q_bias, self.k_bias, self.v_bias = biases
         self.q_norm, self.k_norm = (projection_norm(config, shapes[name][1:], axes[name]) for name in "qk")
         self.o_bias = bias_parameter((width,), ("embed",)) if "output" in config.biases else None
+        self.gate = None if config.attention_gate is None else OutputGate(config, size, rngs=rngs)
 
     def __call__(
         self,
@@ -122,13 +126,7 @@ class Attention(nnx.Module):
         return on_any_mesh(attend, self, x, settings)
 
     def _placement(self, x) -> Placement:
-        """The placement of the config; if that is empty, the split in the array types of ``x`` and ``self.q``."""
-        if not self.config.placement.is_empty:
-            return self.config.placement
-        rows = axes_of(explicit_spec(x)[0])
-        heads = axes_of(explicit_spec(self.q[...])[1])
-        # Parameters may be split over the batch axis too (FSDP); they are gathered for use.
-        return Placement(batch=rows, heads=tuple(axis for axis in heads if axis not in rows) or None)
+        return placement_of(self.config.placement, x, self.q[...])
 
     def _attended(self, x, settings: dict, *, placement: Placement, split: bool):
         """Attention, whose projections the compiler splits; with ``split`` it must not split attention itself."""
@@ -141,7 +139,7 @@ class Attention(nnx.Module):
         arrays = {k: v for k, v in settings.items() if not isinstance(v, int) and k != "shared"}
         arrays |= {"gates": self.scheme.prepare(params, x, layout=self.config.placement.layout)}
         attend = partial(self._attend, options)
-        return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays))
+        return self._merge(attend_on_mesh(attend, placement, params, self._project(x), arrays), x)
 
     def decode(
         self, x: Float[Array, "batch tokens embed"], cache: Any, inputs: LayerInputs
@@ -171,12 +169,12 @@ class Attention(nnx.Module):
         arguments = {name: value for name, value in settings.items() if name != "shared"}
         arguments["gates"] = self.scheme.prepare(params, x, start=start, valid=arguments["valid"])
         arguments |= self.config.logit_options
-        return self._step(x, cache, params=params, placement=partition, **arguments)
+        out, cache = self._step(x, cache, params=params, placement=partition, **arguments)
+        return self._merge(out, x), cache
 
     def _step(self, x, cache, **arguments):
-        """The output for new tokens, and the cache with them; the arguments are those of ``Scheme.decode``."""
-        out, cache = self.scheme.decode(*self._project(x), cache, **arguments)
-        return self._merge(out), cache
+        """The outputs of the heads for new tokens, and the cache with them; for the arguments see ``Scheme.decode``."""
+        return self.scheme.decode(*self._project(x), cache, **arguments)
 
     def _project(self, x) -> list:
         """Queries, keys and values, before the norm of the scheme."""
@@ -188,7 +186,8 @@ class Attention(nnx.Module):
         q, k = (q, k) if self.q_norm is None else (self.q_norm(q), self.k_norm(k))
         return [q, k, v] if clip is None else [jnp.clip(x, -clip, clip) for x in (q, k, v)]
 
-    def _merge(self, out):
+    def _merge(self, out, x):
+        out = out if self.gate is None else self.gate(x, out)
         return plus(from_heads(out, self.o[...]), self.o_bias)
 
     def _attend(self, settings: dict, params: dict, projected: list, arrays: dict):
@@ -209,7 +208,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and an MLP around the residual stream, combined by ``config.residual``.
+    """Attention, or a layer of Gated DeltaNet, and an MLP around the residual stream, combined by ``config.residual``.
 
     Args:
         config: of this layer; see ``DecoderConfig.of_layer``.
@@ -223,7 +222,10 @@ class Block(nnx.Module):
         self.attention_norm = norm() if before and residual.first_norm else None
         from posjax.nn.latent import LatentAttention  # which is derived from Attention
 
-        self.attention = (Attention if config.latent is None else LatentAttention)(config, rngs=rngs)
+        delta = config.scheme.is_delta
+        kind = Attention if config.latent is None else LatentAttention
+        self.attention = None if delta else kind(config, rngs=rngs)
+        self.delta = DeltaMixer(config, rngs=rngs) if delta else None
         self.attention_after = norm() if after else None
         self.mlp_norm = norm() if before and not residual.shared_norm else None
         self.mlp = (MLP if config.experts is None else ExpertsMLP)(config, rngs=rngs)
@@ -241,7 +243,12 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "batch length embed"], Load | None]:
         """The residual stream after this layer, and the load of its experts; None without experts."""
         normed = self.attention_input(x)
-        attended = self.attention(
+        return self._joined(x, normed, self._attended(normed, inputs), inputs.counted)
+
+    def _attended(self, normed, inputs: LayerInputs):
+        if self.delta is not None:
+            return self.delta(normed, mask=inputs.mask)
+        return self.attention(
             normed,
             positions=inputs.positions,
             mask=inputs.mask,
@@ -250,14 +257,14 @@ class Block(nnx.Module):
             coordinates=inputs.coordinates,
             shared=inputs.shared.get(self.attention.scheme, {}),
         )
-        return self._joined(x, normed, attended, inputs.counted)
 
     def decode(
         self, x: Float[Array, "batch tokens embed"], cache: Any, inputs: LayerInputs
     ) -> tuple[Float[Array, "batch tokens embed"], Any]:
         """The residual stream of new tokens after this layer, and the layer's cache with these tokens."""
         normed = self.attention_input(x)
-        attended, cache = self.attention.decode(normed, cache, inputs)
+        mixer = self.attention if self.delta is None else self.delta
+        attended, cache = mixer.decode(normed, cache, inputs)
         return self._joined(x, normed, attended)[0], cache
 
     def attention_input(self, x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch tokens embed"]:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from posjax._mesh import explicit_spec, has_explicit, on_auto_axes
+from posjax._mesh import axes_of, explicit_spec, has_explicit, on_auto_axes
 from posjax._numbers import align_ranks
 from posjax.attention.logits import LANES
 from posjax.attention.placement import Placement
@@ -91,6 +91,16 @@ def placed(x: Float[Array, "batch length embed"], placement: Placement) -> Float
     placement.check_axes(mesh.shape)
     place = jax.sharding.reshard if mesh.explicit_axes else jax.lax.with_sharding_constraint
     return place(x, PartitionSpec(placement.batch or None, placement.context, None))
+
+
+def placement_of(placement: Placement, x: Array, weight: Float[Array, "embed heads size"]) -> Placement:
+    """The placement of a config; if that is empty, the split in the array types of ``x`` and of a projection."""
+    if not placement.is_empty:
+        return placement
+    rows = axes_of(explicit_spec(x)[0])
+    heads = axes_of(explicit_spec(weight)[1])
+    # Parameters may be split over the batch axis too (FSDP); they are gathered for use.
+    return Placement(batch=rows, heads=tuple(axis for axis in heads if axis not in rows) or None)
 
 
 def on_any_mesh(function: Callable[..., Any], module: nnx.Module, x: Array, *more: Any, like: Any = None) -> Any:

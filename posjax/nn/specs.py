@@ -15,6 +15,8 @@ NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
 BIASES = ("qkv", "output", "mlp", "head")
 """The projections that may have a learned bias."""
+GATES = ("elementwise", "head")
+"""The gates of the outputs of attention."""
 SCORES = ("softmax", "sigmoid")
 """How a router scores experts."""
 

@@ -15,7 +15,7 @@ from posjax._checks import check, describe
 from posjax._slots import Features, check_registered
 from posjax.absolute import Embedding
 from posjax.bias import BiasSpec
-from posjax.linear import LinearKernel, Performer
+from posjax.linear import GatedDelta, LinearLayer, Performer
 from posjax.norms import HeadNorm, KeyNorm
 from posjax.remap import Remap
 from posjax.scales import Scale, YaRNTemperature
@@ -38,7 +38,7 @@ class Choices:
     mask: masks.Mask | None = None
     remap: Remap | None = None
     sinks: Sinks | None = None
-    linear: LinearKernel | None = None
+    linear: LinearLayer | None = None
     training_positions: PositionRule | None = None
 
     @property
@@ -65,6 +65,11 @@ class Choices:
     def rotates(self) -> bool:
         """Whether the features have frequencies, which ``extend`` may change."""
         return self.feature_map_or_identity.frequencies is not None
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the layer is one of Gated DeltaNet, which has its own projections and reads no positions."""
+        return isinstance(self.linear, GatedDelta)
 
     @property
     def shift_invariant(self) -> bool:
@@ -239,7 +244,19 @@ def _check_linear(scheme: Choices) -> None:
             getattr(scheme, name) is None,
             f"{name} does not compose with linear attention, which has no logits to change; leave {name} out",
         )
-    _check_kernel(scheme)
+    if scheme.is_delta:
+        _check_delta(scheme)
+    else:
+        _check_kernel(scheme)
+
+
+def _check_delta(scheme: Choices) -> None:
+    for name in ("norm", "features"):
+        check(
+            getattr(scheme, name) is None,
+            f"{name} does not compose with Gated DeltaNet, which norms its own queries and keys and reads no "
+            f"positions; leave {name} out",
+        )
 
 
 def _check_kernel(scheme: Choices) -> None:
@@ -269,7 +286,7 @@ def check_direction(scheme: Choices, causal: bool) -> None:
     """
     if causal:
         return
-    for name in ("features", "bias", "remap"):
+    for name in ("features", "bias", "remap", "linear"):
         spec = getattr(scheme, name)
         one_sided = None if spec is None else spec.one_sided
         kind = type(spec).__name__

@@ -21,14 +21,14 @@ from posjax.attention.placement import Placement
 from posjax.attention.platform import IMPLEMENTATIONS
 from posjax.attention.sharded.mesh import Partition
 from posjax.bias import Bias, BiasSpec
-from posjax.linear import LinearState
+from posjax.linear import DeltaState, LinearState
 from posjax.masks import Mask
 from posjax.positions import Positions, Range, as_array, difference
 from posjax.scheme.choices import Choices, all_of, check_direction
 from posjax.sinks import Sinks
 
 Params = Mapping[str, Mapping[str, Array]]
-LayerCache = Cache | LinearState
+LayerCache = Cache | LinearState | DeltaState
 """The cache of one layer."""
 
 
@@ -433,6 +433,27 @@ class LinearAttention:
     ) -> LinearState:
         """The state before the first token, for any capacity."""
         return linear.empty_state(batch, num_kv_heads, self.scheme.linear.size(head_dim), head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaAttention:
+    """The cache of a layer of Gated DeltaNet; its projections and all that is computed with them are the model's."""
+
+    scheme: Choices
+    caches: ClassVar[str] = "state"
+
+    def attend(self, *arguments, **options):
+        """Raises ValueError: the layer has no queries, keys and values of attention."""
+        raise ValueError(
+            "linear: Gated DeltaNet is a layer with projections of its own: use nn.Block or nn.DeltaMixer for the "
+            "layer, or posjax.linear.gated_delta for the rule alone"
+        )
+
+    step = attend
+
+    def empty(self, batch: int, capacity: int, *, dtype, **sizes) -> DeltaState:
+        """The state before the first token, for any capacity; the layer has its own sizes of heads."""
+        return self.scheme.linear.empty(batch, dtype=dtype)
 
 
 def check_no_logits(*, softcap=None, sinks=None, return_residuals: bool = False, implementation=None) -> None:

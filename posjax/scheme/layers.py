@@ -103,7 +103,8 @@ class Layers:
 
         Args:
             layers: ``"all"``, or only the ``"full"`` layers, without a mask, or only the ``"local"`` layers, with a
-                mask. Changes of frequencies or remap skip layers that rotate nothing.
+                mask. Changes of frequencies or remap skip layers that rotate nothing; layers of Gated DeltaNet, whose
+                state reads no positions, skip all changes but those of the embedding and the training positions.
             changes: see ``Scheme.extend``.
 
         Raises:
@@ -117,7 +118,10 @@ class Layers:
         def extended(scheme: Scheme) -> Scheme:
             if not selected(scheme):
                 return scheme
-            applicable = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "remap")}
+            if scheme.is_delta:
+                applicable = {k: v for k, v in changes.items() if k in ("embedding", "training_positions")}
+            else:
+                applicable = {k: v for k, v in changes.items() if scheme.rotates or k not in ("frequencies", "remap")}
             return scheme.extend(**applicable)
 
         chosen = [scheme for scheme in self.kinds if selected(scheme)]

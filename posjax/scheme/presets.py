@@ -258,6 +258,36 @@ def _rnope_swa(num_layers: int, window: int = 4096, base: float = 10_000.0) -> L
     return _periodic((local,) * 3 + (Scheme(),), num_layers)
 
 
+def _qwen3_next(
+    num_layers: int,
+    num_heads: int,
+    key_dim: int = 128,
+    value_dim: int | None = None,
+    num_key_heads: int | None = None,
+    convolution: int = 4,
+    base: float = 10_000_000.0,
+    share: float = 0.25,
+) -> Layers:
+    """Qwen3-Next and Qwen3.5: three layers of Gated DeltaNet, one full layer with QK-norm and partial RoPE.
+
+    The released models have an output gate in the full layers too: ``DecoderConfig(attention_gate="elementwise")``.
+
+    Args:
+        num_layers: how many layers the model has, at least 4.
+        num_heads: heads of Gated DeltaNet; those of the full layers are the model's.
+        key_dim: size of a query and a key of Gated DeltaNet.
+        value_dim: size of a value; ``key_dim`` when left out.
+        num_key_heads: heads of queries and keys, which divide ``num_heads``; ``num_heads`` when left out.
+        convolution: how many of the last tokens the convolution reads, the token itself included.
+        base: b of RoPE's theta_t = b^(-2t/d), d the rotated channels of a head.
+        share: the share of the channels that is rotated.
+    """
+    delta = Scheme(linear=linear.GatedDelta(num_heads, key_dim, value_dim, num_key_heads, convolution))
+    rule = rotary.Plain(base, partial_rotary_factor=share)
+    full = Scheme(norm=norms.QKNorm(unit_offset=True), features=rotary.Rotary(rule))
+    return _periodic((delta,) * 3 + (full,), num_layers)
+
+
 PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] = {
     "nope": (lambda: None, lambda _: Scheme()),
     **_of_slot("embedding"),
@@ -300,12 +330,14 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "smollm3": (_smollm3, lambda layers: layers),
     "gpt-oss": (_gpt_oss, lambda layers: layers),
     "rnope-swa": (_rnope_swa, lambda layers: layers),
+    "qwen3-next": (_qwen3_next, lambda layers: layers),
     "linear-elu": (linear.Elu, _in("linear", features=_ROPE)),
     "linear-exp": (linear.Exponential, _in("linear", features=_ROPE)),
     "performer": (linear.Performer, _in("linear", features=_ROPE)),
     "linear-taylor": (linear.Taylor, _in("linear", features=_ROPE)),
     "linear-limit": (linear.Limit, _in("linear", features=_ROPE)),
     "linear-cosine": (linear.Cosine, _in("linear", features=_ROPE)),
+    "gated-delta": (linear.GatedDelta, _in("linear")),
 }
 """Schemes by name: a function that takes the options, and a function that makes a scheme from its result."""
 
@@ -334,7 +366,7 @@ def _check_preset(name: Any) -> None:
         raise ValueError(f"{error}{''.join(slots[:1])}") from None
 
 
-_Recipe = Literal["hwfa", "hwfa2", "gemma3", "llama4", "smollm3", "gpt-oss", "rnope-swa"]
+_Recipe = Literal["hwfa", "hwfa2", "gemma3", "llama4", "smollm3", "gpt-oss", "rnope-swa", "qwen3-next"]
 
 
 @overload

@@ -95,6 +95,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "taylor": linear.Taylor,
         "limit": linear.Limit,
         "cosine": linear.Cosine,
+        "gated-delta": linear.GatedDelta,
     },
     "training_positions": dict(training_positions.RULES),
 }
@@ -111,7 +112,7 @@ BASES: dict[str, type] = {
     "mask": masks.Mask,
     "remap": remap.Remap,
     "sinks": sinks.Sinks,
-    "linear": linear.LinearKernel,
+    "linear": linear.LinearLayer,
     "training_positions": training_positions.PositionRule,
 }
 """The base class of the specs of each slot."""

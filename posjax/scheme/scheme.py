@@ -38,6 +38,7 @@ from posjax.scheme.choices import (
     replaced,
 )
 from posjax.scheme.executors import (
+    DeltaAttention,
     LayerCache,
     LinearAttention,
     NewTokens,
@@ -63,7 +64,8 @@ class Scheme(Choices):
         mask: combined with the model's own mask: ``masks.Window``, ``masks.Chunked``, ..., or a composition of masks.
         remap: other features for distant pairs: ``remap.ReRoPE``, ``remap.SelfExtend``, ...
         sinks: logits without values: ``sinks.LearnedSinks``, ``sinks.SoftmaxPlusOne``.
-        linear: the kernel of linear attention, in place of the softmax: ``linear.Elu``, ``linear.Performer``, ...
+        linear: in place of the softmax, the kernel of linear attention: ``linear.Elu``, ``linear.Performer``, ...; or
+            ``linear.GatedDelta``, a layer of Gated DeltaNet.
         training_positions: how positions are drawn in training: ``training_positions.Randomised``, ... Only a trainer
             reads it.
 
@@ -76,7 +78,9 @@ class Scheme(Choices):
         check_composition(self)
 
     @property
-    def _executor(self) -> SoftmaxAttention | LinearAttention:
+    def _executor(self) -> SoftmaxAttention | LinearAttention | DeltaAttention:
+        if self.is_delta:
+            return DeltaAttention(self)
         return SoftmaxAttention(self) if self.linear is None else LinearAttention(self)
 
     def _softmax(self, asked: str) -> SoftmaxAttention:

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import posjax as pj
-
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE, WIDTH = 4, 12, 4, 2, 8, 16
 
 
@@ -18,8 +16,7 @@ def schemes() -> dict:
     """Every scheme of the presets once, under the name of the first preset that has it."""
     found = {}
     for name in decoders.NAMES:
-        preset = decoders.preset(name)
-        for scheme in preset.schemes if isinstance(preset, pj.Layers) else (preset,):
+        for scheme in decoders.attending(name):
             found.setdefault(scheme, name)
     named = {}
     for scheme, name in found.items():

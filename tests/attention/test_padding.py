@@ -10,7 +10,7 @@ import numpy as np
 import oracles
 import pytest
 from attention.tiles import of_tiles
-from decoders import NAMES, preset
+from decoders import NAMES, attending, preset
 
 import posjax as pj
 from posjax import bias, masks
@@ -167,8 +167,7 @@ EVERY = [pytest.param(*case, marks=pytest.mark.wide) for case in itertools.produ
 
 @pytest.mark.parametrize(("name", "backend"), [*((name, "dense") for name in COVERING), *EVERY])
 def test_schemes(name, backend):
-    made = preset(name)
-    for scheme in dict.fromkeys(made.schemes) if isinstance(made, pj.Layers) else (made,):
+    for scheme in attending(name):
         check_scheme(scheme, backend)
 
 

@@ -26,8 +26,8 @@ SPLITS = {
     "both": {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "data"},
 }
 """The mesh axis of each logical axis of the parameters; rows are always split over "data"."""
-MIXED = "t5 in a window, fox, linear-elu"
-"""A decoder of three layers, each of another kind of scheme."""
+MIXED = "t5 in a window, fox, linear-elu, gated-delta"
+"""A decoder of four layers, each of another kind of scheme."""
 # Each kind of scheme once.
 CASES = [
     (MIXED, "explicit", "tensor"),
@@ -41,6 +41,8 @@ MORE = [
     ("linear-elu", "explicit", "tensor"),
     ("learned", "explicit", "tensor"),
     ("gemma3", "explicit", "both"),
+    ("gated-delta", "auto", "both"),
+    ("gated-delta", "mixed", "tensor"),
 ]
 
 
@@ -56,7 +58,7 @@ def settings(name):
     if name != MIXED:
         schemes = tuple(map(decoders.preset, name.split(", ")))
         return decoders.config(schemes[0] if len(schemes) == 1 else pj.Layers(((schemes, 1),)))
-    t5, *others = map(decoders.preset, ("t5", "fox", "linear-elu"))
+    t5, *others = map(decoders.preset, ("t5", "fox", "linear-elu", "gated-delta"))
     layers = (dataclasses.replace(t5, mask=masks.Window(5)), *others)
     return decoders.config(pj.Layers(((layers, 1),)), scan_layers=False)
 
@@ -119,9 +121,11 @@ PLACEMENTS = {
     "neighbour or ring": ((2, 4, 1), Placement(("data",), "context", None, ("neighbour", "ring"), Layout("zigzag", 4))),
     "ulysses": ((2, 4, 1), Placement(("data",), "context", None, "ulysses")),
     "auto": ((2, 2, 2), Placement(("data",), "context", "tensor", "auto", Layout("zigzag", 2))),
+    "heads": ((2, 1, 4), Placement(("data",), None, "tensor")),
 }
 PAIRS = [("rope", "ring, zigzag")]
 MORE_PAIRS = [("rope", "ulysses"), ("t5, fox", "ring, zigzag"), ("hwfa", "neighbour or ring")]
+MORE_PAIRS += [("gated-delta", "heads")]
 MORE_PAIRS += [(name, "auto") for name in ("coca-slack", "rerope", "learned-sinks", "ssmax", "window", "cope")]
 
 
@@ -171,6 +175,7 @@ def decode(graph, state, tokens):
         pytest.param("window", "explicit", "data", marks=pytest.mark.wide),
         pytest.param("coca-strict", "explicit", "both", marks=pytest.mark.wide),
         pytest.param("sinusoidal", "mixed", "data", marks=pytest.mark.wide),
+        pytest.param("gated-delta", "auto", "tensor", marks=pytest.mark.wide),
     ],
 )
 def test_decoding_over_any_mesh(name, kind, split):

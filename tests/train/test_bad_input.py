@@ -141,6 +141,7 @@ HYBRID = "scheme={name: hwfa, length: 16, window: 3}"
         ("strategy='neighbour'", [CONTEXT, "train.context.strategy=neighbour", "model.num_layers=2", HYBRID]),
         ("ring", [CONTEXT, "train.context.strategy=ring", "scheme=cope"]),
         ("context", [CONTEXT, "scheme=linear-elu"]),
+        ("context", [CONTEXT, "scheme={name: gated-delta, num_heads: 4, key_dim: 8}"]),
         ("'coca'; did you mean 'coca-", ["scheme=coca"]),
         ("'bas'", ["scheme={name: rope, bas: 3}"]),
         ("causal", ["scheme={name: xpos}", "model.causal=false"]),

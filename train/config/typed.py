@@ -60,7 +60,7 @@ def _convert(value: Any, kind: Any, path: str) -> Any:
         value = {**value, "name": str(value["name"])}
     if dataclasses.is_dataclass(kind):
         return section(value, kind, path)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):  # the second, for a Literal or None
         of_lists = (one for one in arguments if typing.get_origin(one) is tuple and isinstance(value, list | tuple))
         return None if value is None else _convert(value, next(of_lists, arguments[0]), path)
     if origin is tuple:

@@ -58,6 +58,7 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
     since a product of n multiply-adds costs 2 n FLOPs forward and 4 n backward. The lookup of embeddings, norms,
     rotations, biases and the softmax are not counted, nor are the parameters of a position scheme. A layer of linear
     attention has no pairs: it costs ``12 heads m d_v`` a token, m features updating and reading a state of ``m d_v``.
+    One of Gated DeltaNet costs ``18 heads d_k d_v``, because it reads the state for the key too.
 
     Args:
         decoder: the shape of the model.
@@ -65,21 +66,23 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
     """
     tokens, documents = int(np.count_nonzero(segment_ids >= 0)), _documents(segment_ids)
     attention = sum(
-        6 * decoder.num_heads * layers * _pair_work(layer, segment_ids.shape[1], documents, tokens)
+        6 * layers * _attention_work(layer, segment_ids.shape[1], documents, tokens)
         for layer, layers in Counter(decoder.every_layer).items()
     )
     return Flops(6.0 * product_parameters(decoder) * tokens, float(attention))
 
 
-def _pair_work(layer: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
-    """Multiply-adds of one head of one layer, forward pass."""
+def _attention_work(layer: DecoderConfig, length: int, documents: Counter[int], tokens: int) -> float:
+    """Multiply-adds of the heads of one layer, forward pass."""
     size, scheme = layer.head_dim, layer.scheme
+    if scheme.is_delta:
+        return 3 * tokens * scheme.linear.state_size
     if scheme.linear is not None:
-        return 2 * tokens * scheme.linear.size(size) * size
+        return 2 * tokens * layer.num_heads * scheme.linear.size(size) * size
     pairs = _pairs(scheme, layer.causal, length, documents)
-    if layer.latent is not None:
-        return pairs * (layer.latent.size + layer.latent.value)
-    return pairs * (_score_size(layer) + size)
+    latent = layer.latent
+    sizes = _score_size(layer) + size if latent is None else latent.size + latent.value
+    return layer.num_heads * pairs * sizes
 
 
 @cache
@@ -116,7 +119,8 @@ def product_parameters(decoder: DecoderConfig) -> int:
 
         layers x (width x (r + d_r + r_q + n d_v) + r n (d_c + d_v) + r_q n d_q).
 
-    Of a mixture of experts, the experts that a token uses count, the MLP that all tokens share, and the router. The
+    The output gate of attention adds ``heads d_v`` or ``heads``; `attention_products` has those of Gated DeltaNet. Of a
+    mixture of experts, the experts that a token uses count, the MLP that all tokens share, and the router. The
     embedding is a lookup, and counts only if it is also the head.
     """
     layers = sum(count * layer_products(layer) for layer, count in Counter(decoder.every_layer).items())
@@ -134,16 +138,20 @@ def layer_products(layer: DecoderConfig) -> int:
 
 
 def attention_products(layer: DecoderConfig) -> int:
-    """The parameters of attention in a layer that are multiplied with a token."""
-    heads, width, size, latent = layer.num_heads, layer.model_dim, layer.head_dim, layer.latent
+    """The parameters of attention, or of Gated DeltaNet, in a layer that are multiplied with a token."""
+    heads, width, size, latent = layer.num_heads, layer.model_dim, head_sizes(layer)[1], layer.latent
+    if layer.scheme.is_delta:
+        queries, keys, values = layer.scheme.linear.channels
+        return width * (queries + keys + 3 * values + 2 * layer.scheme.linear.num_heads)
+    gate = width * {None: 0, "head": heads, "elementwise": heads * size}[layer.attention_gate]
     if latent is None:
         queries = heads * (layer.scheme.query_size(size) + size)
         values = 0 if layer.keys_as_values else size
-        return width * (queries + layer.num_kv_heads * (layer.scheme.key_size(size) + values))
+        return width * (queries + layer.num_kv_heads * (layer.scheme.key_size(size) + values)) + gate
     into = width if latent.query_rank is None else latent.query_rank
     queries = into * heads * latent.size + (0 if latent.query_rank is None else width * latent.query_rank)
     keys = width * latent.stored + latent.rank * heads * (latent.unrotated + latent.value)
-    return queries + keys + heads * latent.value * width
+    return queries + keys + heads * latent.value * width + gate
 
 
 def head_sizes(layer: DecoderConfig) -> tuple[int, int]:

@@ -128,8 +128,7 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     gathered = 4 * parameters / decoder.num_layers / tensor / axes["expert"]
     # Numbers of a token inside a layer: projections and hidden units.
     inner = max(map(_inner_numbers, decoder.every_layer)) / tensor
-    values = max(head_sizes(layer)[1] for layer in decoder.every_layer)
-    width, attended = decoder.model_dim, values * decoder.num_heads / tensor
+    width, attended = decoder.model_dim, max(map(_attended_numbers, decoder.every_layer)) / tensor
     kept = {
         "none": 2 * inner + width,
         "dots": inner + width + attended,
@@ -143,8 +142,14 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
 
 
 def _inner_numbers(layer: DecoderConfig) -> int:
-    experts = 1 if layer.experts is None else layer.experts.per_token
-    return sum(head_sizes(layer)) * (layer.num_heads + layer.num_kv_heads) + 3 * experts * layer.mlp_dim
+    hidden = 3 * layer.mlp_dim * (1 if layer.experts is None else layer.experts.per_token)
+    if layer.scheme.is_delta:
+        return 2 * sum(layer.scheme.linear.channels) + hidden
+    return sum(head_sizes(layer)) * (layer.num_heads + layer.num_kv_heads) + hidden
+
+
+def _attended_numbers(layer: DecoderConfig) -> int:
+    return layer.scheme.linear.channels[-1] if layer.scheme.is_delta else head_sizes(layer)[1] * layer.num_heads
 
 
 def _all_parameters(decoder: DecoderConfig) -> int:

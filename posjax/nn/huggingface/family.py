@@ -9,6 +9,7 @@ import numpy as np
 from posjax import masks, rotary
 from posjax._checks import check, check_choice, describe
 from posjax._slots import is_custom_class
+from posjax.linear import GatedDelta
 from posjax.nn.config import DecoderConfig, check_size
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm
@@ -44,6 +45,7 @@ class Family:
         renamed: other names that some files use for tensors.
         inside: parts of tensors' names, each with the name in the memory of transformers, and in files written from it.
         ignored: names of tensors that are not parameters, such as buffers; for tensors of a layer the end of the name.
+            A ``*`` stands for any part.
         predicts_more: whether files may have layers after the last, which predict further tokens; they are not read.
         aliases: other names of keys, each with the key that transformers reads it as.
         norm: the norms; their eps comes from ``config.json``.
@@ -106,6 +108,20 @@ def sizes_of(config: DecoderConfig) -> dict[str, int]:
         "positions": getattr(config.layers.embedding, "rows", 0),
         "one": 1,
         "shared": 0 if config.experts is None else config.experts.shared_dim or 0,
+    } | delta_sizes(config.layers.kinds[0].linear)
+
+
+def delta_sizes(spec: Any) -> dict[str, int]:
+    """The sizes of a layer of Gated DeltaNet; empty for any other layer."""
+    if not isinstance(spec, GatedDelta):
+        return {}
+    return {
+        "delta_heads": spec.num_heads,
+        "delta_keys": spec.num_key_heads,
+        "delta_each": spec.num_heads // spec.num_key_heads,
+        "key_size": spec.key_dim,
+        "value_size": spec.value_dim,
+        "convolution": spec.convolution,
     }
 
 

@@ -317,7 +317,7 @@ _ROWS = 4096  # rows compared at a time
 
 
 def _is_ignored(name: str, family: Family) -> bool:
-    return any(name == end or name.endswith(f".{end}") for end in family.ignored)
+    return any(fnmatchcase(name, end) or fnmatchcase(name, f"*.{end}") for end in family.ignored)
 
 
 def _is_after(name: str, family: Family, config: DecoderConfig) -> bool:

@@ -79,6 +79,12 @@ def shared_mlp(block: str = "mlp.shared_experts.") -> dict[str, View]:
     }
 
 
+def experts_and_one() -> dict[str, View]:
+    """The views of experts apart, their router, and one MLP with a gate that all tokens take (Qwen2)."""
+    gate = View(f"{LAYER}mlp.shared_expert_gate.weight", "1 embed -> embed", 0)
+    return experts_apart() | router() | shared_mlp("mlp.shared_expert.") | {"block/mlp/shared_gate": gate}
+
+
 def mixture_tensors(
     mixture: Mapping[str, View], layer: Callable[[DecoderConfig], dict[str, View]] = llama_tensors
 ) -> Callable[[DecoderConfig], dict[str, View]]:
@@ -184,15 +190,16 @@ MIXTRAL = Family(
 # --- Qwen -------------------------------------------------------------------------------------------------------------
 
 
-def _qwen_dense(values: Values) -> list[int]:
+def qwen_dense(values: Values) -> list[int]:
     """The layers with one MLP: those that are named, and all but every ``decoder_sparse_step``-th."""
     named, step = values.get("mlp_only_layers") or (), values["decoder_sparse_step"]
     return [n for n in range(values["num_hidden_layers"]) if n in named or (n + 1) % step]
 
 
-def _qwen_mixture(values: Values, count: str, **options: Any) -> dict[str, Any]:
+def qwen_mixture(values: Values, count: str, **options: Any) -> dict[str, Any]:
+    """The field ``experts`` of Qwen's mixtures, of which some layers may be dense."""
     chooses = Router(normalized=values["norm_topk_prob"])
-    return mixture(values, count, dense=_qwen_dense(values), router=chooses, **options)
+    return mixture(values, count, dense=qwen_dense(values), router=chooses, **options)
 
 
 def _qwen_values(config: DecoderConfig, count: str) -> dict[str, Any]:
@@ -229,19 +236,14 @@ QWEN2_MOE = Family(
     OWN_WIDTH,
     lambda values: (
         {"biases": biases(qkv=values["qkv_bias"]), "scheme": rope_schemes(values, _qwen2_types(values))}
-        | _qwen_mixture(values, "num_experts", shared_dim=values["shared_expert_intermediate_size"], shared_gate=True)
+        | qwen_mixture(values, "num_experts", shared_dim=values["shared_expert_intermediate_size"], shared_gate=True)
     ),
     lambda config: (
         _qwen_values(config, "num_experts")
         | {"qkv_bias": "qkv" in config.biases, "layer_types": types_of(config)}
         | {"shared_expert_intermediate_size": mixture_of(config).shared_dim}
     ),
-    mixture_tensors(
-        experts_apart()
-        | router()
-        | shared_mlp("mlp.shared_expert.")
-        | {"block/mlp/shared_gate": View(f"{LAYER}mlp.shared_expert_gate.weight", "1 embed -> embed", 0)}
-    ),
+    mixture_tensors(experts_and_one()),
     _QWEN_DEFAULTS
     | default_sizes(32768, 5632, 16)
     | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 60}
@@ -262,7 +264,7 @@ QWEN3_MOE = Family(
     OWN_WIDTH,
     lambda values: (
         {"biases": llama_biases(values)["biases"], "scheme": _qwen3_scheme(values)}
-        | _qwen_mixture(values, "num_local_experts")
+        | qwen_mixture(values, "num_local_experts")
     ),
     lambda config: _qwen_values(config, "num_local_experts") | qkv_bias_value(config),
     mixture_tensors(experts_apart() | router()),

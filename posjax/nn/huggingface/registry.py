@@ -16,13 +16,14 @@ from posjax.nn.huggingface import (
     moe_like,
     olmo_like,
     qk_norm_like,
+    qwen_next_like,
 )
 from posjax.nn.huggingface.family import Family, check_same
 from posjax.nn.huggingface.text_parts import text_values
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
 _ALL += (*qk_norm_like.QK_NORM_LIKE, *moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE)
-_ALL += latent_like.LATENT_LIKE
+_ALL += (*latent_like.LATENT_LIKE, *qwen_next_like.QWEN_NEXT_LIKE)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 

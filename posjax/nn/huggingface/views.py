@@ -23,6 +23,7 @@ class View:
     slower part first: ``"(heads size) embed -> embed heads size"`` is a projection whose rows are the heads' channels.
     If several parameters share a tensor one axis is a number, ``"3"``, or a sum, ``"heads+kv_heads+kv_heads"``, and
     ``part`` is the index of this parameter. The axis disappears if it is a number, or if the part of the sum is ``1``.
+    A part of a sum may be a product, ``"heads*size+kv_heads*size"``, which is split like an axis in brackets.
     Brackets on the right join axes, at most once in a pattern. ``-2`` is an axis of two parts in the other order.
 
     Args:
@@ -73,13 +74,14 @@ class View:
         names = [atom for axis in left for atom in axis]
         split = tensor.reshape([_size(atom, sizes) for atom in names])
         chosen = split[(*(self._selection(atom, sizes) for atom in names), ...)]  # an array, also of one number
-        remaining = [self._remaining(atom) for atom in names if self._remaining(atom)]
+        remaining = [name for atom in names for name in self._remaining(atom)]
+        chosen = chosen.reshape([_size(name, sizes) for name in remaining])
         return chosen.transpose([remaining.index(atom) for axis in right for atom in axis])
 
     def _selection(self, atom: str, sizes: AxisSizes) -> int | slice:
         """The index of the parameter along one axis."""
         if atom.isdigit():
-            return self.part
+            return 0 if atom == "1" else self.part
         if atom.startswith("-"):
             return slice(None, None, -1)
         parts = atom.split("+")
@@ -87,12 +89,12 @@ class View:
             return slice(None)
         start = sum(_size(part, sizes) for part in parts[: self.part])
         name = parts[self.part]
-        return start if name.isdigit() else slice(start, start + sizes[name])
+        return start if name.isdigit() else slice(start, start + _size(name, sizes))
 
-    def _remaining(self, atom: str) -> str:
-        """The name of an axis after selection; empty if it disappears."""
+    def _remaining(self, atom: str) -> list[str]:
+        """The names of an axis after selection: several for a product, none if it disappears."""
         name = atom.split("+")[self.part] if "+" in atom else atom
-        return "" if name.isdigit() else name
+        return [] if name.isdigit() else name.split("*")
 
     @property
     def _sides(self) -> tuple[list[list[str]], list[list[str]]]:
@@ -130,4 +132,5 @@ def _axes(side: str) -> list[list[str]]:
 
 
 def _size(atom: str, sizes: AxisSizes) -> int:
-    return sum(int(part) if part.isdigit() else sizes[part] for part in atom.removeprefix("-").split("+"))
+    parts = (part.split("*") for part in atom.removeprefix("-").split("+"))
+    return sum(math.prod(int(name) if name.isdigit() else sizes[name] for name in part) for part in parts)

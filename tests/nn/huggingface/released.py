@@ -113,6 +113,9 @@ STATED = {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow"
 PARTIAL = rope(1e4, partial_rotary_factor=0.5)
 WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
+# Smaller weights than elsewhere: the norm behind the delta rule divides by sums that random weights make nearly zero.
+DELTA = {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_num_key_heads": 2}
+DELTA |= {"initializer_range": 0.07}
 MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
 GEMMA4 = (
     LLAMA
@@ -216,6 +219,19 @@ LATER: dict[str, dict] = {
     | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "tie_word_embeddings": False, "use_cache": True},
     "nemotron": LLAMA | {"model_type": "nemotron", "mlp_bias": True, "partial_rotary_factor": 0.5, "norm_eps": 1e-4},
     "arcee": LLAMA | {"model_type": "arcee", "mlp_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn")},
+    "qwen3_5_text": LLAMA
+    | {"model_type": "qwen3_5_text", "head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 2}
+    | {"attention_bias": True, "linear_conv_kernel_dim": 3}
+    | DELTA,
+    "qwen3_5_moe_text": LLAMA
+    | {"model_type": "qwen3_5_moe_text", "head_dim": 16, "num_hidden_layers": 4, "num_experts": 4}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
+    | DELTA,
+    "qwen3_next": LLAMA
+    | {"model_type": "qwen3_next", "head_dim": 16, "num_hidden_layers": 5, "num_experts": 4, "norm_topk_prob": False}
+    | {"layer_types": ["full_attention", *["linear_attention"] * 4], "mlp_only_layers": [3]}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
+    | DELTA,
     "phi": LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
     # The other keys are those of Hunyuan-7B-Instruct.
     "hunyuan_v1_dense": LLAMA

@@ -15,8 +15,9 @@ COLUMNS, NEW, PAD = 8, 12, 0
 LEFT = np.arange(COLUMNS) >= np.array([[0], [5]])  # transformers pads on the left
 
 
-def test_greedy_tokens_are_those_of_transformers_up_to_the_stop_token(tmp_path):
-    model = random_model(released.LLAMA | {"model_type": "llama"})
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.wide)])
+def test_greedy_tokens_are_those_of_transformers_up_to_the_stop_token(name, tmp_path):
+    model = random_model(released.CASES[name])
     model.save_pretrained(tmp_path)
     prompts = np.where(LEFT, TOKENS[:, :COLUMNS], PAD)
 

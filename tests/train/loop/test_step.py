@@ -247,6 +247,32 @@ def test_latent_attention_trains_on_a_mesh_as_on_one_device(batch, optimizer):
     assert losses[-1] < losses[0]
 
 
+DELTA = {"num_heads": 4, "key_dim": 4, "num_key_heads": 2}
+GATED = {"num_layers": 4, "attention_gate": "elementwise"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "model", "mesh"),
+    [
+        (DELTA | {"name": "gated-delta"}, {}, {"data": 2, "tensor": 2}),
+        pytest.param(
+            DELTA | {"name": "qwen3-next", "share": 0.5},
+            GATED | {"remat": "full"},
+            {"data": 1, "fsdp": 2, "tensor": 2},
+            marks=pytest.mark.wide,
+        ),
+    ],
+    ids=["delta", "delta, attention and a gate"],
+)
+def test_ten_updates_of_gated_delta_on_four_devices_are_those_of_one(batch, scheme, model, mesh):
+    found = []
+    for sizes in ({"data": 1}, mesh):
+        program, devices = build(scheme, model, mesh=sizes, learning_rate=1e-3)
+        state, losses = run(program, devices, batch, begin(program, random_parameters(program)), steps=10)
+        found.append((jax.tree.map(np.asarray, state.parameters), losses))
+    assert_same_training(*found)
+
+
 SLICES = {"replica": 2, "data": 1, "fsdp": 4}
 SPLIT = {"replica": 2, "data": 1, "fsdp": 2, "context": 2}
 EXPERTS = {"remat": "full", "experts": {"count": 4, "per_token": 2, "balance": 0.05, "shared_dim": 8}}

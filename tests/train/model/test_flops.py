@@ -87,15 +87,32 @@ def test_linear_attention_has_a_state_in_place_of_pairs():
     assert update_flops(Setup(linear)).attention == 2 * 12 * 4 * 16 * 16 * 128
 
 
-@pytest.mark.parametrize(("name", "tied"), [("rope", True), ("coca-strict", False), ("gemma3", True)])
-def test_parameters_are_the_matrices_of_the_model(name, tied):
-    options = {"num_layers": 7} if name == "gemma3" else {}
-    config = DecoderConfig(260, 7, 24, 4, num_kv_heads=2, tied_head=tied, scheme=preset(name, **options))
+DELTA = {"num_heads": 4, "key_dim": 8, "value_dim": 6, "num_key_heads": 2}
+
+
+def test_gated_delta_reads_its_state_for_keys_and_queries_and_writes_it():
+    delta = dataclasses.replace(LLAMA, scheme=SchemeConfig("gated-delta", options=DELTA))
+    assert update_flops(Setup(delta)).attention == 2 * 18 * 4 * 8 * 6 * 128
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "more"),
+    [
+        ("rope", {}, {}),
+        ("coca-strict", {}, {"tied_head": False}),
+        ("gemma3", {"num_layers": 7}, {}),
+        ("qwen3-next", {"num_layers": 7} | DELTA, {"attention_gate": "elementwise", "head_dim": 8}),
+        ("rope", {}, {"attention_gate": "head"}),
+    ],
+)
+def test_parameters_are_the_matrices_of_the_model(name, options, more):
+    config = DecoderConfig(260, 7, 24, 4, num_kv_heads=2, scheme=preset(name, **options), **more)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     axes = jax.tree.leaves(logical_axes(model), is_leaf=lambda x: isinstance(x, tuple))
     shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))]
-    matrices = [s for s, a in zip(shapes, axes, strict=True) if len([n for n in a if n not in (None, "layers")]) > 1]
-    looked_up = 0 if tied else 260 * 24
+    named = [[name for name in own if name not in (None, "layers")] for own in axes]
+    matrices = [s for s, own in zip(shapes, named, strict=True) if "embed" in own and len(own) > 1]
+    looked_up = 0 if config.tied_head else 260 * 24
     assert product_parameters(config) == sum(map(np.prod, matrices)) - looked_up
 
 

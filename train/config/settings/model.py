@@ -127,6 +127,7 @@ class ModelConfig:
     projection_norm: Literal["none", "together", "each"] = "none"  # of queries and keys: over all heads, or each head
     keys_as_values: bool | tuple[bool, ...] = False  # values are the projected keys; one for all layers or each
     value_norm: bool = False  # of values over each head
+    attention_gate: Literal["elementwise", "head"] | None = None  # what multiplies the outputs of attention's heads
     clip_qkv: float | None = None  # queries, keys and values are cut off at this magnitude
     embedding_scale: float | None = None  # None is sqrt(model_dim)
     query_scale: float | None = None  # None is head_dim ** -0.5

@@ -1,0 +1,228 @@
+"""Qwen3.5 and Qwen3-Next, dense and with experts: Gated DeltaNet, and gated attention in every fourth layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+from posjax._checks import check, check_choice, check_count
+from posjax.linear import GatedDelta
+from posjax.nn.config import DecoderConfig
+from posjax.nn.huggingface.family import FULL, Family, Values, of_layers, partial_rope_values
+from posjax.nn.huggingface.llama_like import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD_NORMS,
+    KEYS,
+    LAYER,
+    LLAMA_DEFAULTS,
+    LLAMA_NORMS,
+    default_sizes,
+    llama_biases,
+    projections,
+    qkv_bias_value,
+    rope_everywhere,
+)
+from posjax.nn.huggingface.moe_like import (
+    OWN_WIDTH,
+    balance_value,
+    experts_and_one,
+    mixture,
+    mixture_of,
+    mixture_tensors,
+    mixture_values,
+    qwen_mixture,
+)
+from posjax.nn.huggingface.views import View
+from posjax.nn.specs import Norm
+from posjax.norms import QKNorm
+from posjax.scheme import Layers, Scheme
+
+LINEAR = "linear_attention"
+_DELTA = {
+    "linear_num_value_heads": "num_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_num_key_heads": "num_key_heads",
+    "linear_conv_kernel_dim": "convolution",
+}
+"""Keys of ``config.json``, with the fields of ``GatedDelta``."""
+
+
+def _types(values: Values) -> list[str]:
+    """The type of every layer; without ``layer_types`` every fourth is full, or as ``full_attention_interval`` says."""
+    count, interval = values["num_hidden_layers"], values.get("full_attention_interval", 4)
+    check_count("config.json: full_attention_interval", interval)
+    types = values.get("layer_types") or [LINEAR if (n + 1) % interval else FULL for n in range(count)]
+    check(len(types) == count, f"config.json: layer_types names {len(types)} layers of {count}")
+    for kind in types:
+        check_choice("config.json: layer_types", kind, (FULL, LINEAR))
+    return types
+
+
+def _schemes(values: Values) -> Scheme | Layers:
+    full = rope_everywhere(values, norm=QKNorm(eps=values["rms_norm_eps"], unit_offset=True))
+    types = _types(values)
+    if LINEAR not in types:
+        return full
+    sizes = {field: values[key] for key, field in _DELTA.items()}
+    for key in _DELTA:
+        check_count(f"config.json: {key}", values[key])
+    try:
+        delta = Scheme(linear=GatedDelta(**sizes))
+    except ValueError as error:
+        raise ValueError(f"config.json: layers of linear attention: {error}") from None
+    return of_layers([full if kind == FULL else delta for kind in types])
+
+
+def _values(config: DecoderConfig) -> dict[str, Any]:
+    specs = {scheme.linear for scheme in config.layers.kinds if scheme.is_delta}
+    check(len(specs) < 2, "scheme: config.json has one size for all layers of Gated DeltaNet")
+    types = [LINEAR if scheme.is_delta else FULL for scheme in config.layers.schemes]
+    sizes = {key: getattr(spec, field) for spec in specs for key, field in _DELTA.items()}
+    return {"layer_types": types} | sizes | qkv_bias_value(config) | partial_rope_values(config)
+
+
+def _gated_queries() -> dict[str, View]:
+    """The views of a head's query and its gate, one behind the other in one tensor."""
+    names = {"q": 0, "gate/weight": 1}
+    weights, pattern = f"{LAYER}self_attn.q_proj.weight", "(heads 2 size) embed -> embed heads size"
+    views = {f"block/attention/{name}": View(weights, pattern, part) for name, part in names.items()}
+    biases, pattern = f"{LAYER}self_attn.q_proj.bias", "(heads 2 size) -> heads size"
+    names = {"q_bias": 0, "gate/bias": 1}
+    return views | {f"block/attention/{name}": View(biases, pattern, part) for name, part in names.items()}
+
+
+_KEYS, _VALUES = "delta_keys*key_size", "delta_heads*value_size"
+_QKV = f"{_KEYS}+{_KEYS}+{_VALUES}"
+_INTO = {"q": "delta_keys key_size", "k": "delta_keys key_size", "v": "delta_heads value_size"}
+_DELTA_LAYER = f"{LAYER}linear_attn."
+
+
+def _delta_views(projected: dict[str, View]) -> dict[str, View]:
+    """The views of a layer of Gated DeltaNet, from those of its projections."""
+    kernel = f"{_DELTA_LAYER}conv1d.weight"
+    kernels = {
+        f"{name}_convolution": View(kernel, f"{_QKV} 1 convolution -> convolution {axes}", part)
+        for part, (name, axes) in enumerate(_INTO.items())
+    }
+    rest = {
+        "decay_bias": View(f"{_DELTA_LAYER}dt_bias", "delta_heads -> delta_heads"),
+        "decay_log": View(f"{_DELTA_LAYER}A_log", "delta_heads -> delta_heads"),
+        "norm/gain": View(f"{_DELTA_LAYER}norm.weight", "value_size -> value_size"),
+        "o": View(f"{_DELTA_LAYER}out_proj.weight", "embed (delta_heads value_size) -> delta_heads value_size embed"),
+    }
+    return {f"block/delta/{name}": view for name, view in (projected | kernels | rest).items()}
+
+
+def _separate_projections() -> dict[str, View]:
+    """Qwen3.5: queries, keys and values in one tensor, all else apart."""
+    qkv = f"{_DELTA_LAYER}in_proj_qkv.weight"
+    one = "delta_heads embed -> embed delta_heads"
+    return {
+        name: View(qkv, f"{_QKV} embed -> embed {axes}", part) for part, (name, axes) in enumerate(_INTO.items())
+    } | {
+        "gate": View(
+            f"{_DELTA_LAYER}in_proj_z.weight", "(delta_heads value_size) embed -> embed delta_heads value_size"
+        ),
+        "rate": View(f"{_DELTA_LAYER}in_proj_b.weight", one),
+        "decay": View(f"{_DELTA_LAYER}in_proj_a.weight", one),
+    }
+
+
+def _grouped_projections() -> dict[str, View]:
+    """Qwen3-Next: one tensor has, by heads of keys, a query, a key, values and gates; another rates and decays."""
+    rows = "key_size+key_size+delta_each*value_size+delta_each*value_size"
+    qkvz, values = f"(delta_keys {rows}) embed -> embed", "(delta_keys delta_each) value_size"
+    into = {"q": "delta_keys key_size", "k": "delta_keys key_size", "v": values, "gate": values}
+    both = "(delta_keys 2 delta_each) embed -> embed (delta_keys delta_each)"
+    return {
+        name: View(f"{_DELTA_LAYER}in_proj_qkvz.weight", f"{qkvz} {axes}", part)
+        for part, (name, axes) in enumerate(into.items())
+    } | {name: View(f"{_DELTA_LAYER}in_proj_ba.weight", both, part) for part, name in enumerate(("rate", "decay"))}
+
+
+def _layer_views(projected: dict[str, View]) -> Callable[[DecoderConfig], dict[str, View]]:
+    views = EMBEDDING | FINAL_NORM | LLAMA_NORMS | projections() | HEAD_NORMS
+    views |= _gated_queries() | _delta_views(projected)
+    return lambda config: views
+
+
+def _read(values: Values) -> dict[str, Any]:
+    return llama_biases(values) | {"attention_gate": "elementwise", "scheme": _schemes(values)}
+
+
+_DEFAULTS = LLAMA_DEFAULTS | {
+    "head_dim": 256,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def _family(name: str, architecture: str, keys: dict, read: Callable, write: Callable, tensors: Callable, **more):
+    """A family; ``more`` are defaults of its config."""
+    return Family(
+        name,
+        architecture,
+        keys,
+        lambda values: _read(values) | read(values),
+        lambda config: _values(config) | write(config),
+        tensors,
+        _DEFAULTS | more,
+        norm=Norm(unit_offset=True),
+        activations={"silu": "swiglu"},  # of the convolution too
+        ignored=("rotary_emb.inv_freq", "mtp.*"),  # the heads that predict further tokens
+    )
+
+
+QWEN3_5 = _family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    KEYS,
+    lambda values: {},
+    lambda config: {},
+    _layer_views(_separate_projections()),
+    **default_sizes(32768, 12288, 4),
+)
+
+
+def _shared(values: Values) -> dict[str, Any]:
+    """The options of a mixture with one gated MLP that all tokens take."""
+    return {"shared_dim": values["shared_expert_intermediate_size"], "shared_gate": True}
+
+
+def _mixture_values(config: DecoderConfig) -> dict[str, Any]:
+    width = {"shared_expert_intermediate_size": mixture_of(config).shared_dim}
+    return mixture_values(config, "num_experts") | balance_value(config) | width
+
+
+_MIXTURE = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001}
+
+QWEN3_5_MOE = _family(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    OWN_WIDTH,
+    lambda values: mixture(values, "num_experts", **_shared(values)),
+    _mixture_values,
+    mixture_tensors(experts_and_one(), _layer_views(_separate_projections())),
+    **default_sizes(32768, None, 2) | _MIXTURE | {"num_experts": 256, "num_experts_per_tok": 8},
+)
+
+QWEN3_NEXT = _family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    OWN_WIDTH,
+    lambda values: qwen_mixture(values, "num_experts", **_shared(values)),
+    lambda config: (
+        _mixture_values(config)
+        | {"mlp_only_layers": list(mixture_of(config).dense), "decoder_sparse_step": 1}
+        | {"norm_topk_prob": mixture_of(config).router.normalized}
+    ),
+    mixture_tensors(experts_and_one(), _layer_views(_grouped_projections())),
+    **default_sizes(32768, 5632, 2) | _MIXTURE | {"num_experts": 512, "num_experts_per_tok": 10},
+    decoder_sparse_step=1,
+    norm_topk_prob=True,
+)
+
+QWEN_NEXT_LIKE = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT)
