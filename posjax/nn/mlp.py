@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 

@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
