@@ -98,7 +98,13 @@ SHAPES = {
     ("falcon", "tensor"): {"stacks/0/0/attention/q": (2, 48, 1, 12), "stacks/0/0/attention/k": (2, 48, 2, 12)},
     ("gpt2", "grid"): {"stacks/0/0/attention/v": (2, 24, 2, 12), "embedding/embedding/embedding": (64, 48)},
 }
-DEFAULT = [("llama", "grid"), ("llama, three", "grid"), ("gpt2", "grid"), ("gemma3", "fsdp")]
+DEFAULT = [
+    ("llama", "grid"),
+    ("llama, three", "grid"),
+    ("gpt2", "grid"),
+    ("gemma3", "fsdp"),
+    ("stablelm-norms", "grid"),
+]
 REST = [pair for pair in itertools.product(CASES, SPLITS) if pair not in DEFAULT]
 
 
