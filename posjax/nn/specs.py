@@ -33,7 +33,7 @@ class Norm:
         eps: added to the mean square or to the variance. Llama and its relatives are released with 1e-5 or 1e-6.
         bias: whether a LayerNorm learns a bias.
         unit_offset: whether the factor is ``1 + gain``, with a gain that starts from 0 (Gemma).
-        gain: False leaves out the gain (OLMo 1).
+        gain: False leaves out the gain (OLMo 1, nanochat).
     """
 
     kind: str = "rms"

@@ -280,7 +280,8 @@ def _without_alpha(parameters: Config, config: Config, size: int | None) -> Conf
     The base is ``rope_theta * alpha^(d / (d - 2))``. transformers reads no other key beside it.
     """
     alpha = parameters.get("alpha")
-    if not alpha or not str(config.get("model_type")).startswith("hunyuan"):
+    dynamic = parameters.get("rope_type", parameters.get("type")) == "dynamic"
+    if not alpha or not dynamic or not str(config.get("model_type")).startswith("hunyuan"):
         return parameters
     check_positive("alpha", alpha)
     check(size is not None and size > 2, f"alpha needs the size of a head, above 2; found head_dim {describe(size)}")
