@@ -112,27 +112,30 @@ STATED = {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow"
 PARTIAL = rope(1e4, partial_rotary_factor=0.5)
 WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
 MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
-GEMMA4 = LLAMA | {
-    "model_type": "gemma4_text",
-    "initializer_range": 0.05,  # scores are not divided by the root of the size, so larger ones round more
-    "num_hidden_layers": 3,
-    "layer_types": [*MIXED[:2], "full_attention"],
-    "sliding_window": 9,
-    "attention_k_eq_v": True,
-    "global_head_dim": 20,
-    "num_global_key_value_heads": 1,
-    "final_logit_softcapping": 3.0,
-    "hidden_size_per_layer_input": 0,
-    "enable_moe_block": False,
-    "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": False,
-    "use_bidirectional_attention": "vision",
-    "vocab_size_per_layer_input": VOCAB,
-    "rope_parameters": {
-        "full_attention": rope(1e6, rope_type="proportional", partial_rotary_factor=0.25),
-        "sliding_attention": rope(1e4),
-    },
-}
+GEMMA4 = (
+    LLAMA
+    | {
+        "model_type": "gemma4_text",
+        "initializer_range": 0.05,  # scores are not divided by the root of the size, so larger ones round more
+        "num_hidden_layers": 3,
+        "layer_types": [*MIXED[:2], "full_attention"],
+        "sliding_window": 9,
+        "attention_k_eq_v": True,
+        "global_head_dim": 20,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "use_bidirectional_attention": "vision",
+        "vocab_size_per_layer_input": VOCAB,
+        "rope_parameters": {
+            "full_attention": rope(1e6, rope_type="proportional", partial_rotary_factor=0.25),
+            "sliding_attention": rope(1e4),
+        },
+    }
+)
 # The keys of a release's config.json that change nothing here are among them.
 LATER: dict[str, dict] = {
     "ministral": LLAMA | {"model_type": "ministral", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9},
