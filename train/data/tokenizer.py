@@ -3,7 +3,7 @@
 import hashlib
 import json
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,10 +104,7 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
         raise FileNotFoundError(f"data.tokenizer: no file {config.tokenizer!r}{others}")
     check_no_pointer(system.cat_file(path, 0, len(POINTER)), f"data.tokenizer: {path}")
     if path.endswith(".gguf"):
-        from posjax.nn.huggingface.gguf import GGUF  # imports flax, which other tokenizers do not need
-        from posjax.nn.huggingface.hub import file_on_disk
-
-        files = GGUF(file_on_disk(config.tokenizer)).tokenizer_files()
+        files = _gguf(config).tokenizer_files()
         declared = _named(json.loads(files["tokenizer_config.json"]))
         return HuggingFaceTokenizer(files["tokenizer.json"].encode(), declared, config.tokenizer, own)
     content = system.cat_file(path)
@@ -119,19 +116,32 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
 def ends_of_text(config: DataConfig, tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end a generated text: EOS, and the end tokens that the tokenizer's released model names.
 
-    The model names them in ``config.json`` and ``generation_config.json`` in the folder of ``tokenizer.json``: a chat
-    model ends its turn with a special token.
+    The model names them in ``config.json`` and ``generation_config.json`` in the folder of ``tokenizer.json``, or in
+    the metadata of its GGUF file: a chat model ends its turn with a special token.
     """
     found = {tokenizer.eos}
+    for ends in _named_ends(config):
+        found |= {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
+    return frozenset(found)
+
+
+def _named_ends(config: DataConfig) -> Iterator[Any]:
+    """The values of ``eos_token_id`` that the files of the tokenizer's model hold."""
+    if config.tokenizer.endswith(".gguf"):
+        yield _gguf(config).values.get("eos_token_id")
     if config.tokenizer.endswith("tokenizer.json"):
         system, path = _open(config)
         for name in ("config.json", "generation_config.json"):
             location = posixpath.join(posixpath.dirname(path), name)
-            ends = (
-                _read_json(system.cat_file(location), location).get("eos_token_id") if system.isfile(location) else None
-            )
-            found |= {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
-    return frozenset(found)
+            if system.isfile(location):
+                yield _read_json(system.cat_file(location), location).get("eos_token_id")
+
+
+def _gguf(config: DataConfig) -> Any:
+    from posjax.nn.huggingface.gguf import GGUF  # imports flax, which other tokenizers do not need
+    from posjax.nn.huggingface.hub import file_on_disk
+
+    return GGUF(file_on_disk(config.tokenizer))
 
 
 def _open(config: DataConfig) -> tuple[Any, str]:

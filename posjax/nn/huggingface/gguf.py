@@ -13,6 +13,7 @@ from posjax.nn.huggingface.gguf_file import read_header, read_tensor
 from posjax.nn.huggingface.gguf_frequencies import scaling_of_divisors
 from posjax.nn.huggingface.gguf_tokenizer import tokenizer_files
 
+_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 _SCALINGS = {"linear": "linear", "yarn": "yarn"}
 _DIVISORS = "rope_freqs.weight"
 _SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned")
@@ -74,8 +75,10 @@ class GGUF:
             rotated in (None, size),
             f"{self._name}.rope.dimension_count must be the head's size, {size}, found {describe(rotated)}",
         )
-        names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
-        ids = {theirs: self._get(f"tokenizer.ggml.{ours}") for ours, theirs in names.items()}
+        ids = {theirs: self._get(f"tokenizer.ggml.{ours}_token_id") for ours, theirs in _TOKENS.items()}
+        turn = self._get("tokenizer.ggml.eot_token_id")
+        if turn not in (None, ids["eos_token_id"]):
+            ids["eos_token_id"] = [end for end in (ids["eos_token_id"], turn) if end is not None]
         scaling = self._scaling()
         return {
             "model_type": architecture.model_type,

@@ -16,6 +16,8 @@ from posjax.nn import from_pretrained, save_pretrained
 from posjax.nn.huggingface import read_config
 from posjax.nn.huggingface.gguf import GGUF
 from posjax.nn.huggingface.load import read_values
+from train.config import DataConfig
+from train.data.tokenizer import ends_of_text, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -332,6 +334,14 @@ def test_transformers_reads_the_tokenizer_that_goes_with_a_model(tmp_path):
         assert found(text)["input_ids"] == model.encode(text).ids, text
     assert (found.bos_token_id, found.eos_token_id) == (1, 2)
     assert found.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi"
+
+
+@pytest.mark.parametrize(("turn", "ends"), [(None, {2}), (2, {2}), (9, {2, 9})])
+def test_a_text_ends_with_the_end_of_a_turn_too(turn, ends, tmp_path):
+    flags = {} if turn is None else {"add_eot_token_id": turn}
+    write(tmp_path / "tiny.gguf", edit=with_tokenizer(trained("smollm"), "smollm", **flags))
+    data = DataConfig(tokenizer=str(tmp_path / "tiny.gguf"), special_tokens="own")
+    assert ends_of_text(data, load_tokenizer(data)) == ends
 
 
 @pytest.mark.parametrize(("first", "last"), [(True, False), (False, True)])
