@@ -6,11 +6,20 @@ from typing import Any
 
 from posjax._checks import check, check_choice, describe
 from posjax.nn.config import BY_LAYER, DecoderConfig, check_size
-from posjax.nn.huggingface import cohere_like, corrected_moe, gemma_like, gpt_like, llama_like, moe_like, olmo_like
+from posjax.nn.huggingface import (
+    cohere_like,
+    corrected_moe,
+    gemma_like,
+    gpt_like,
+    llama4,
+    llama_like,
+    moe_like,
+    olmo_like,
+)
 from posjax.nn.huggingface.family import Family, check_same
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
-_ALL += (*moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE)
+_ALL += (*moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE, llama4.LLAMA4_TEXT)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 
