@@ -12,6 +12,7 @@ from posjax.nn.huggingface import (
     gemma_like,
     gpt_like,
     latent_like,
+    llama4,
     llama_like,
     moe_like,
     olmo_like,
@@ -23,7 +24,7 @@ from posjax.nn.huggingface.text_parts import text_values
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
 _ALL += (*qk_norm_like.QK_NORM_LIKE, *moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE)
-_ALL += (*latent_like.LATENT_LIKE, *qwen_next_like.QWEN_NEXT_LIKE)
+_ALL += (*latent_like.LATENT_LIKE, *qwen_next_like.QWEN_NEXT_LIKE, llama4.LLAMA4_TEXT)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 
