@@ -17,6 +17,7 @@ from posjax._numbers import at_least_float32
 from posjax.attention.rows import ATTENDED
 from posjax.masks import Segments
 from posjax.nn.config import DecoderConfig
+from posjax.nn.experts import Load
 from posjax.nn.lookup import lookup
 from posjax.nn.modules import Block, LayerInputs
 from posjax.nn.norms import make_norm
@@ -25,6 +26,9 @@ from posjax.positions import Positions, Range, as_array, from_segments
 from posjax.scheme import Layers, Scheme
 from posjax.scheme.choices import check_reach
 from posjax.scheme.executors import layer_of, with_layer
+
+Loads = tuple[tuple[Load | None, ...], ...]
+"""The loads of the experts of a decoder; see ``Decoder.hidden_and_loads``."""
 
 _SAVE_ATTENDED = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 
@@ -137,6 +141,23 @@ class Decoder(nnx.Module):
                 rows longer than a learned embedding. Positions in an array are not checked, nor the lengths of packed
                 documents: a token beyond the embedding gets NaN.
         """
+        arguments = {"positions": positions, "segment_ids": segment_ids, "length": length, "coordinates": coordinates}
+        return self.hidden_and_loads(tokens, **arguments)[0]
+
+    def hidden_and_loads(
+        self,
+        tokens: Int[Array, "batch length"],
+        *,
+        positions: Positions | None = None,
+        segment_ids: Int[Array, "batch length"] | None = None,
+        length: int | Int[Array, "..."] | None = None,
+        coordinates: Float[Array, "*b length axes"] | Int[Array, "*b length axes"] | None = None,
+    ) -> tuple[Float[Array, "batch length embed"], Loads]:
+        """The result of ``hidden``, and the loads of the experts of all layers; padding does not count in them.
+
+        ``loads[p][n]`` is the ``Load`` of layer n in the period of pattern p, with a leading axis of repeats; None for
+        a layer without experts.
+        """
         _check_shapes(tokens, positions, segment_ids, coordinates)
         check_length(length)
         inputs = self._layer_inputs(tokens, positions, segment_ids, length, coordinates)
@@ -144,9 +165,11 @@ class Decoder(nnx.Module):
         if isinstance(places, Range) and places.is_static and coordinates is None:
             check_reach(self.config.layers.reach, "tokens", places.start + places.length)
         x = self._embed(tokens, inputs)
+        loads = []
         for stack in self.stacks:
-            x = self._run(stack, x, inputs)
-        return self.norm(x)
+            x, load = self._run(stack, x, inputs)
+            loads.append(load)
+        return self.norm(x), tuple(loads)
 
     def logits(self, hidden: Float[Array, "*b embed"]) -> Float[Array, "*b vocab"]:
         """Logits from the result of ``hidden``, float32: ``cap(logit_scale (hidden matrix + bias))``."""
@@ -287,6 +310,7 @@ class Decoder(nnx.Module):
             length=columns if length is None else length,
             shared=self._shared(),
             coordinates=coordinates,
+            counted=None if segment_ids is None else segment_ids >= 0,
         )
 
     def _in_layout(self, positions: Positions):
@@ -320,21 +344,26 @@ class Decoder(nnx.Module):
         return x.astype(self.config.dtype)
 
     def _run(self, stack: nnx.List, x, inputs: LayerInputs):
-        """Runs the blocks of one pattern for all its repeats, in ``lax.scan`` or in a Python loop."""
+        """Runs the blocks of one pattern for all its repeats, in ``lax.scan`` or in a Python loop; also their loads."""
         graph, state = nnx.split(stack)
 
         def period(x, layer):
+            loads = []
             for block in nnx.merge(graph, layer):
-                x = placed(block(x, inputs), self.config.placement)
-            return x, None
+                x, load = block.with_load(x, inputs)
+                x = placed(x, self.config.placement)
+                loads.append(load)
+            return x, tuple(loads)
 
         if self.config.remat != "none":
             period = jax.checkpoint(period, policy=_POLICIES[self.config.remat])
         if self.config.scan_layers:
-            return jax.lax.scan(period, x, state)[0]
+            return jax.lax.scan(period, x, state)
+        loads = []
         for n in range(jax.tree.leaves(state)[0].shape[0]):
-            x, _ = period(x, jax.tree.map(lambda leaf, n=n: leaf[n], state))
-        return x
+            x, load = period(x, jax.tree.map(lambda leaf, n=n: leaf[n], state))
+            loads.append(load)
+        return x, jax.tree.map(lambda *of_repeats: jnp.stack(of_repeats), *loads)
 
     def _run_decode(self, stack: nnx.List, caches: tuple, x, inputs: LayerInputs):
         """Runs the blocks of one pattern on new tokens for all its repeats, in ``lax.scan`` or in a Python loop.

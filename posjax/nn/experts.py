@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,26 @@ class Load(NamedTuple):
 
     tokens: Float[Array, "*layers experts"]
     scores: Float[Array, "*layers experts"]
+
+
+def balance_loss(spec: Experts, loads: Any, across: str | None = None) -> Float[Array, ""]:
+    """How unevenly the experts are used: ``E sum_e f_e P_e`` of E experts; ``per_token`` if they are used evenly.
+
+    ``f_e`` is the share of tokens that take expert e, and ``P_e`` the mean of its softmax scores, over the tokens of
+    all layers together. Only the scores have a gradient (Fedus et al., arXiv 2101.03961, eq. 4, as transformers
+    computes it for several experts of a token).
+
+    Args:
+        spec: the mixture.
+        loads: a tree of the loads of all layers.
+        across: a mesh axis, inside ``shard_map``, over which the tokens are split; the result is then this device's
+            part of a sum over the axis.
+    """
+    layers = jax.tree.leaves(loads, is_leaf=lambda node: isinstance(node, Load))
+    tokens, scores = (sum(part.reshape(-1, spec.count).sum(0) for part in parts) for parts in zip(*layers, strict=True))
+    tokens = jax.lax.stop_gradient(tokens if across is None else jax.lax.psum(tokens, across))
+    count = jnp.maximum(tokens.sum() / spec.per_token, 1)
+    return spec.count * jnp.sum(tokens / count * scores / count)
 
 
 class Routing(NamedTuple):

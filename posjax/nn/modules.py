@@ -20,7 +20,7 @@ from posjax.attention.placement import Placement
 from posjax.attention.sharded import attend_on_mesh
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
-from posjax.nn.experts import ExpertsMLP
+from posjax.nn.experts import ExpertsMLP, Load
 from posjax.nn.mlp import MLP
 from posjax.nn.norms import RMSNorm, make_norm
 from posjax.nn.parameters import (
@@ -49,6 +49,7 @@ class LayerInputs:
         shared: the parameters that all layers share, by scheme.
         coordinates: positions for the features only; see ``Scheme.attend``.
         valid: False at padding, for decoding; None if everything is valid.
+        counted: which tokens count in the loads of experts; None if all do.
     """
 
     positions: Positions
@@ -58,6 +59,7 @@ class LayerInputs:
     shared: dict[Scheme, dict[str, dict[str, Array]]]
     coordinates: Array | None = None
     valid: Bool[Array, "batch length"] | None = None
+    counted: Bool[Array, "batch length"] | None = None
 
 
 class Attention(nnx.Module):
@@ -227,6 +229,12 @@ class Block(nnx.Module):
         self, x: Float[Array, "batch length embed"], inputs: LayerInputs
     ) -> Float[Array, "batch length embed"]:
         """The residual stream after this layer; ``inputs`` are the same for all layers."""
+        return self.with_load(x, inputs)[0]
+
+    def with_load(
+        self, x: Float[Array, "batch length embed"], inputs: LayerInputs
+    ) -> tuple[Float[Array, "batch length embed"], Load | None]:
+        """The residual stream after this layer, and the load of its experts; None without experts."""
         normed = self.attention_input(x)
         attended = self.attention(
             normed,
@@ -237,7 +245,7 @@ class Block(nnx.Module):
             coordinates=inputs.coordinates,
             shared=inputs.shared.get(self.attention.scheme, {}),
         )
-        return self._joined(x, normed, attended)
+        return self._joined(x, normed, attended, inputs.counted)
 
     def decode(
         self, x: Float[Array, "batch tokens embed"], cache: Any, inputs: LayerInputs
@@ -245,18 +253,22 @@ class Block(nnx.Module):
         """The residual stream of new tokens after this layer, and the layer's cache with these tokens."""
         normed = self.attention_input(x)
         attended, cache = self.attention.decode(normed, cache, inputs)
-        return self._joined(x, normed, attended), cache
+        return self._joined(x, normed, attended)[0], cache
 
     def attention_input(self, x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch tokens embed"]:
         """The input of attention, from the residual stream."""
         return _through(self.attention_norm, x)
 
-    def _joined(self, x, normed, attended):
-        """The residual stream after the layer. ``x`` is the one before; attention maps ``normed`` to ``attended``."""
+    def _joined(self, x, normed, attended, counted=None):
+        """The residual stream after the layer, and the load of its experts.
+
+        ``x`` is the residual stream before; attention maps ``normed`` to ``attended``.
+        """
         with_attention = x + self._scaled(_through(self.attention_after, attended))
         read = x if self.residual.parallel else with_attention
         read = normed if self.residual.shared_norm else _through(self.mlp_norm, read)
-        return with_attention + self._scaled(_through(self.mlp_after, self.mlp(read)))
+        out, load = self.mlp.with_load(read, counted)
+        return with_attention + self._scaled(_through(self.mlp_after, out)), load
 
     def _scaled(self, x):
         return x if self.residual.scale == 1 else x * self.residual.scale

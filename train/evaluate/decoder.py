@@ -1,6 +1,5 @@
 """A decoder as a `Predictor`, in one forward pass, and made ready to generate, on a mesh too."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from posjax.training_positions import PositionSample
 from train.config.settings.checks import check
 from train.evaluate.mesh import computed, placement, split_cache, with_whole_head
 from train.evaluate.predictor import Predictor, RowLayout
-from train.model.mesh import BATCH_AXES
+from train.model.mesh import row_shares
 from train.model.sharding import LENGTH_AXES, cast_matrices, named_sharding
 
 
@@ -63,8 +62,7 @@ def _predictor_on(model: nn.Decoder, seed: int, mesh: Mesh) -> tuple[Predictor, 
         return nnx.merge(computed(model), parameters).logits(hidden)
 
     ready = partial(with_whole_head, tied=model.config.tied_head, dtype=model.config.dtype, mesh=mesh)
-    rows = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    return Predictor(hidden, logits, ready, row, rows), parameters
+    return Predictor(hidden, logits, ready, row, row_shares(mesh.shape)), parameters
 
 
 def _placed(row: RowLayout, where: dict[str, Array]) -> dict[str, Array]:

@@ -19,7 +19,7 @@ from train.config import Config
 from train.config.settings.checks import check
 from train.config.settings.evaluate import EvaluateMesh
 from train.model.build import scheme_of
-from train.model.mesh import BATCH_AXES, mesh_from_sizes, mesh_shape
+from train.model.mesh import BATCH_AXES, EXPERT, mesh_from_sizes, mesh_shape
 from train.model.sharding import named_sharding
 
 
@@ -76,10 +76,11 @@ def placement(mesh: Mesh, length: int) -> Placement:
     """
     shards = mesh.shape["context"]
     return Placement(
-        batch=BATCH_AXES,
+        batch=tuple(axis for axis in BATCH_AXES if axis in mesh.shape),
         context="context" if shards > 1 else None,
         heads="tensor" if mesh.shape["tensor"] > 1 else None,
         layout=Layout("zigzag" if length >= 2 * shards else "contiguous", shards),
+        experts=EXPERT if EXPERT in mesh.shape else None,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from posjax.nn.decoder import Loads
 from posjax.nn.huggingface.load import open_source, read_parameters
 from train.checkpoint.directory import check_run, create_run
 from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
@@ -325,7 +326,8 @@ class Training:
         found = {name: finite(value) for name, value in values.items()}
         tokens = sum(s.config.train.steps * s.config.train.batch_tokens for s in self.stages[: stage.number])
         tokens += (step - stage.first_step) * stage.config.train.batch_tokens
-        self.monitor.write(step, tokens, segment_ids, **found, skipped=int(metrics.skipped), **measured)
+        found |= {"skipped": int(metrics.skipped)} | expert_rows(metrics.loads)
+        self.monitor.write(step, tokens, segment_ids, **found, **measured)
 
 
 def initial_parameters(setup: Setup) -> Any:
@@ -343,6 +345,20 @@ def initial_parameters(setup: Setup) -> Any:
 def _stream_seed(seed: int, stage: int) -> int:
     """A seed for every stage. Each pass over the text takes the next seed, so the seeds of stages are far apart."""
     return (seed + 104_729 * stage) % 2**32
+
+
+def expert_rows(loads: Loads) -> dict[str, Any]:
+    """The loads of a batch as values of a line of metrics; empty for a model without experts.
+
+    ``expert_tokens`` has a list for each layer with experts, in the order of patterns of layers; ``expert_load_max`` is
+    the largest load as a multiple of the mean of its layer.
+    """
+    layers = [load.tokens for period in loads for load in period if load is not None]
+    if not layers:
+        return {}
+    tokens = np.concatenate([np.asarray(each) for each in layers])
+    most = tokens.max(-1) / np.maximum(tokens.mean(-1), 1)
+    return {"expert_tokens": tokens.astype(int).tolist(), "expert_load_max": float(most.max())}
 
 
 def finite(value: Any) -> float | None:

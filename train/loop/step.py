@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int32, Key, UInt32
 
 from posjax.layout import Layout
+from posjax.nn.decoder import Loads
+from posjax.nn.experts import balance_loss
 from posjax.scheme import Layers, Scheme
 from train.config import Config
 from train.data.packing import Batch
@@ -30,6 +32,8 @@ from train.model.sharding import (
 )
 from train.model.state import Guard, TrainState
 
+_Found = tuple[Losses, Loads]
+
 
 class StepMetrics(NamedTuple):
     """The metrics of an update, as scalars on the devices."""
@@ -39,6 +43,7 @@ class StepMetrics(NamedTuple):
     learning_rate: Float[Array, ""]
     skipped: Int32[Array, ""]
     skipped_in_row: Int32[Array, ""]
+    loads: Loads  # of the experts of every layer, over the batch
 
 
 def mask_tokens(
@@ -138,7 +143,7 @@ def build_program(setup: Setup) -> Program:
         jax.jit(partial(initialize, setup), out_shardings=shardings),
         jax.jit(partial(_begin, setup), out_shardings=shardings),
         jax.jit(partial(update, setup), donate_argnums=1, out_shardings=(shardings, None)),
-        jax.jit(partial(_losses, setup, drawn={})),
+        jax.jit(lambda parameters, batch: _losses(setup, parameters, batch, {})[0]),
         jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
     )
 
@@ -160,7 +165,7 @@ def update(setup: Setup, given: Given, state: TrainState, batch: Batch) -> tuple
     key = jax.random.fold_in(jax.random.key(given.seed), state.step)
     for_batch, for_features = jax.random.split(key)
     before = redraw(setup, for_features, state.step, state.parameters)
-    losses, gradients = _gradients(setup, for_batch, before, batch)
+    (losses, loads), gradients = _gradients(setup, for_batch, before, batch)
     loss, norm = losses.nll / jnp.maximum(losses.count, 1), optax.tree.norm(gradients)
     schedule = learning_rate(setup.config.train, given.rates.peak)
     rate = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
@@ -168,9 +173,29 @@ def update(setup: Setup, given: Given, state: TrainState, batch: Batch) -> tuple
     optimizer = make_optimizer(setup.config.train, setup.axes, given.rates)
     updates, moments = optimizer.update(gradients, state.optimizer, before)
     sound, guard = _guard(setup, state.guard, loss, norm)
-    after = optax.tree.where(sound, (optax.apply_updates(before, updates), moments), (before, state.optimizer))
+    updated = _moved_corrections(setup, optax.apply_updates(before, updates), loads)
+    after = optax.tree.where(sound, (updated, moments), (before, state.optimizer))
     following = TrainState(state.step + 1, *after, guard)
-    return following, StepMetrics(loss, norm, rate, guard.skipped, guard.in_row)
+    return following, StepMetrics(loss, norm, rate, guard.skipped, guard.in_row, loads)
+
+
+def _moved_corrections(setup: Setup, parameters: Any, loads: Loads) -> Any:
+    """The parameters with the corrections of routers moved towards even loads, if they are trained:
+
+        c_e <- c_e + correction_rate sign(mean load - load_e)
+
+    So experts are balanced without a loss (Wang et al., arXiv 2408.15664; DeepSeek V3).
+    """
+    rate = setup.config.train.correction_rate
+
+    def moved(path, leaf, label):
+        if getattr(path[-1], "key", None) != "correction" or label == FROZEN:
+            return leaf
+        _, pattern, number, *_ = (part.key for part in path)
+        tokens = loads[pattern][number].tokens
+        return leaf + rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(moved, parameters, param_labels(setup.config.train, setup.axes))
 
 
 def _guard(setup: Setup, before: Guard, loss, norm) -> tuple[Array, Guard]:
@@ -190,7 +215,7 @@ def _guard(setup: Setup, before: Guard, loss, norm) -> tuple[Array, Guard]:
     return sound, Guard(jnp.where(sound, mean, before.norm), before.skipped + skipped, in_row)
 
 
-def _gradients(setup: Setup, key, parameters: Any, batch: Batch) -> tuple[Losses, Any]:
+def _gradients(setup: Setup, key, parameters: Any, batch: Batch) -> tuple[_Found, Any]:
     """The losses of a batch and the gradient of their mean over its tokens, computed in ``accumulate`` parts."""
     count = setup.config.train.accumulate
     batch = _prepared(setup, key, batch)
@@ -217,20 +242,31 @@ class _BatchPart(NamedTuple):
     drawn: dict[str, Array]
 
 
-def _of_piece(setup: Setup, parameters: Any, predicted, piece: _BatchPart) -> tuple[Losses, Any]:
-    """The losses of some rows, and the gradient of their sum divided by the number of predicted tokens of the batch."""
+def _of_piece(
+    setup: Setup, parameters: Any, predicted, piece: _BatchPart, across: str | None = None
+) -> tuple[_Found, Any]:
+    """The losses of some rows, and the gradient of their sum divided by the number of predicted tokens of the batch.
+
+    The balance loss of experts is that of these rows, and of those on the other devices of the axis ``across``.
+    """
+    train = setup.config.train
 
     def objective(parameters):
-        losses = _losses(setup, parameters, piece.rows, piece.drawn)
-        return (losses.nll + setup.config.train.z_loss * losses.z) / predicted, losses
+        losses, loads = found = _losses(setup, parameters, piece.rows, piece.drawn)
+        loss = (losses.nll + train.z_loss * losses.z) / predicted
+        if weight := setup.balance_weight:
+            loss += weight / train.accumulate * balance_loss(setup.decoder.experts, loads, across)
+        return loss, jax.lax.stop_gradient(found)
 
-    gradients, losses = jax.grad(objective, has_aux=True)(parameters)
-    return losses, gradients
+    gradients, found = jax.grad(objective, has_aux=True)(parameters)
+    return found, gradients
 
 
-def _added(setup: Setup, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
+def _added(
+    setup: Setup, parameters: Any, predicted, pieces: _BatchPart, across: str | None = None
+) -> tuple[_Found, Any]:
     """The sum of `_of_piece` over all parts, computed one after the other."""
-    one = partial(_of_piece, setup, parameters, predicted)
+    one = partial(_of_piece, setup, parameters, predicted, across=across)
 
     def add(so_far, part):
         return jax.tree.map(jnp.add, so_far, one(part)), None
@@ -240,7 +276,7 @@ def _added(setup: Setup, parameters: Any, predicted, pieces: _BatchPart) -> tupl
     return jax.lax.scan(add, start, pieces)[0]
 
 
-def _added_by_replica(setup: Setup, parameters: Any, predicted, pieces: _BatchPart) -> tuple[Losses, Any]:
+def _added_by_replica(setup: Setup, parameters: Any, predicted, pieces: _BatchPart) -> tuple[_Found, Any]:
     """`_added` for the rows of each replica, summed over the replicas.
 
     So gradients cross the network between slices once per step, not once per part.
@@ -251,7 +287,7 @@ def _added_by_replica(setup: Setup, parameters: Any, predicted, pieces: _BatchPa
         return PartitionSpec(None, "replica") if leaf.shape[1:3] == rows else PartitionSpec()
 
     def of_replica(parameters, predicted, pieces):
-        return jax.lax.psum(_added(of_one, parameters, predicted, pieces), "replica")
+        return jax.lax.psum(_added(of_one, parameters, predicted, pieces, "replica"), "replica")
 
     # Unchecked: all replicas share the parameters, so a check would sum each part's gradient over replicas at once.
     return jax.shard_map(
@@ -292,16 +328,16 @@ def _in_parts(setup: Setup, batch: Batch) -> Batch:
     return jax.tree.map(deal, batch)
 
 
-def _losses(setup: Setup, parameters: Any, batch: Batch, drawn: dict[str, Array]) -> Losses:
-    """The losses of some rows, with the scheme's draws for them."""
+def _losses(setup: Setup, parameters: Any, batch: Batch, drawn: dict[str, Array]) -> _Found:
+    """The losses of some rows, with the scheme's draws for them, and the loads of experts."""
     model = nnx.merge(nnx.graphdef(setup.abstract), _cast(setup, parameters))
     # Positions in documents come with the batch: computed from segment ids they would need communication if rows are
     # split.
     positions = {} if model.config.layers.counts_in_row else {"positions": batch.positions}
-    hidden = model.hidden(batch.tokens, segment_ids=batch.segment_ids, **(positions | drawn))
+    hidden, loads = model.hidden_and_loads(batch.tokens, segment_ids=batch.segment_ids, **(positions | drawn))
     head = model.output_matrix.astype(hidden.dtype)
     chunks, finish = setup.config.train.loss_chunks, model.config.finish_logits
-    return token_losses(hidden, head, batch.labels, chunks, model.output_bias, finish)
+    return token_losses(hidden, head, batch.labels, chunks, model.output_bias, finish), loads
 
 
 def _cast(setup: Setup, parameters: Any) -> Any:

@@ -23,7 +23,7 @@ from train.config.settings.checks import check, check_chunks
 from train.config.settings.model import ExpertsConfig, LatentConfig
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.model.extension import completed, continued
-from train.model.mesh import BATCH_AXES
+from train.model.mesh import BATCH_AXES, EXPERT
 from train.model.sharding import replicated
 
 RELEASED = "released"
@@ -142,6 +142,7 @@ class Setup:
             strategy=context.strategy,
             layout=Layout(kind, shards),
             ulysses=context.ulysses,
+            experts=EXPERT if EXPERT in mesh.shape else None,
         )
 
     @cached_property
@@ -159,6 +160,14 @@ class Setup:
             "trained_length": model_length(self.config),
         }
         return nn.DecoderConfig(**fields, scheme=self.scheme)
+
+    @property
+    def balance_weight(self) -> float:
+        """The weight of the balance loss of experts: that of the config, or the one the model was released with."""
+        given, spec = self.config.train.balance_loss, self.decoder.experts
+        if spec is None:
+            return 0.0
+        return spec.balance if given is None else given
 
     def model(self, seed: int | Int32[Array, ""] | None = None) -> nn.Decoder:
         """The decoder with parameters drawn from a seed, by default the config's own."""

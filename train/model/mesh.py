@@ -1,6 +1,7 @@
 """The devices of a run, as a mesh with named axes."""
 
 import math
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -13,17 +14,21 @@ from train.config.settings.checks import divisor_near
 AXES = ("replica", "data", "fsdp", "context", "tensor")
 """From the slowest network to the fastest: neighbours along `tensor` are neighbours on the chip's links."""
 
-BATCH_AXES = ("replica", "data", "fsdp")
-"""The axes over which the rows of a batch are split."""
+EXPERT = "expert"
+"""The axis of the experts of a mixture, between `fsdp` and `context`; a mesh has it only with several devices along."""
+
+BATCH_AXES = ("replica", "data", "fsdp", EXPERT)
+"""The axes over which the rows of a batch are split, if a mesh has them."""
 
 
 def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
-    """The number of devices along each axis, with -1 filled in.
+    """The number of devices along each axis of the mesh, with -1 filled in.
 
     Raises ValueError if the axes need more than `devices` devices, or if an axis is -1 and the others do not divide
     that number.
     """
-    sizes = {axis: getattr(config, axis) for axis in AXES}
+    axes = (*AXES[:3], EXPERT, *AXES[3:])
+    sizes = {axis: getattr(config, axis) for axis in axes if axis != EXPERT or config.expert != 1}
     named = math.prod(size for size in sizes.values() if size > 0)
     open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
     asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
@@ -57,18 +62,24 @@ def mesh_from_sizes(sizes: dict[str, int], devices: list, key: str = "train.mesh
             f"{key} takes {math.prod(sizes.values())} of {len(devices)} devices, none of process {idle[0]}; start "
             "fewer processes, or let an axis be -1"
         )
-    return Mesh(_arranged(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(_arranged(sizes, devices), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def row_shares(sizes: Mapping[str, int]) -> int:
+    """The number of devices over which the rows of a batch are split."""
+    return math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
 
 
 def check_rows(sizes: dict[str, int], rows: int) -> None:
     """Raises ValueError for a batch whose rows cannot be split evenly over the mesh."""
-    shares = math.prod(sizes[axis] for axis in BATCH_AXES)
+    shares = row_shares(sizes)
     if rows % shares:
         fits = divisor_near(rows, shares)
         others = f"context={sizes['context'] * shares // fits}" if shares % fits == 0 else f"data={fits}"
+        axes = ", ".join(axis for axis in BATCH_AXES if axis in sizes)
         raise ValueError(
             f"train.batch_tokens and train.accumulate give {rows} rows at a time, which {shares} devices along "
-            f"replica, data and fsdp cannot share evenly; {fits} along them would work (train.mesh.{others}), or "
+            f"{axes} cannot share evenly; {fits} along them would work (train.mesh.{others}), or "
             f"{-(-rows // shares) * shares} rows"
         )
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,20 +12,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from posjax.nn.huggingface.load import named_parameters
-from train.model.mesh import BATCH_AXES
+from train.model.mesh import BATCH_AXES, EXPERT
 from train.model.state import is_matrix
 
 AXIS_RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "length": ("context",),
-    "embed": ("fsdp", "context"),
-    "rank": ("fsdp", "context"),
+    "embed": ("fsdp", EXPERT, "context"),
+    "rank": ("fsdp", EXPERT, "context"),
+    "experts": (EXPERT,),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
 }
-"""Mesh axes by logical axis; logical axes that are not listed are replicated."""
+"""Mesh axes by logical axis; logical axes that are not listed are replicated. Of several logical axes of an array with
+the same mesh axis, the first one is split over it."""
 
 
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None) -> NamedSharding:
@@ -33,10 +36,16 @@ def named_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, .
     An axis of ``shape`` is split over those of its mesh axes that divide it, over as many devices as possible. Over the
     other axes it is replicated, which costs memory but is always correct; `replicated` reports it.
     """
-    rules = [tuple(name for name in AXIS_RULES.get(axis, ()) if name in mesh.shape) for axis in axes]
-    if shape is not None:
-        rules = [_dividing(mesh, rule, size) for rule, size in zip(rules, shape, strict=True)]
+    rules: list[tuple[str, ...]] = []
+    for number, axis in enumerate(axes):
+        rule = tuple(name for name in _free(axis, rules) if name in mesh.shape)
+        rules.append(rule if shape is None else _dividing(mesh, rule, shape[number]))
     return NamedSharding(mesh, PartitionSpec(*(rule[0] if len(rule) == 1 else rule or None for rule in rules)))
+
+
+def _free(axis: str | None, rules: Sequence[Sequence[str]]) -> list[str]:
+    """The mesh axes of a logical axis without those that the rules of other axes have."""
+    return [name for name in AXIS_RULES.get(axis, ()) if not any(name in rule for rule in rules)]
 
 
 def _dividing(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
@@ -75,7 +84,8 @@ def replicated(mesh: Mesh, axes: Any, shapes: Any) -> str:
 def _beyond_share(mesh: Mesh, names: tuple[str | None, ...], leaf: Any) -> int:
     """The bytes of a parameter that a device holds in excess of an even split over the mesh."""
     held = math.prod(named_sharding(mesh, names, leaf.shape).shard_shape(leaf.shape))
-    share = leaf.size // math.prod(_devices(mesh, AXIS_RULES.get(name, ())) for name in names)
+    wanted = {axis for name in names for axis in AXIS_RULES.get(name, ()) if axis in mesh.shape}
+    share = leaf.size // _devices(mesh, tuple(wanted))
     return (held - share) * leaf.dtype.itemsize
 
 

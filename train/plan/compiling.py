@@ -213,12 +213,12 @@ def _update(config: Config, devices: list) -> tuple[Any, Any, tuple]:
 def batch_of_evaluation(config: Config, devices: int, slices: int) -> TrainConfig:
     """The section ``train`` with length, rows and mesh of a batch at the longest of ``evaluate.lengths``."""
     from train.evaluate.mesh import sizes_for
-    from train.model.mesh import BATCH_AXES
+    from train.model.mesh import row_shares
 
     length = max(config.evaluate.lengths)
     rows = max(1, config.evaluate.batch_tokens // length)
     sizes = sizes_for(config, rows, devices, slices)
-    shares = math.prod(sizes[axis] for axis in BATCH_AXES)
+    shares = row_shares(sizes)
     tokens = -(-rows // shares) * shares * length
     return replace(config.train, length=length, batch_tokens=tokens, mesh=MeshConfig(**sizes), accumulate=1)
 

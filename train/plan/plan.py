@@ -11,7 +11,7 @@ from train.checkpoint.restore import entry_in_stage
 from train.config import Config
 from train.model.build import Setup
 from train.model.flops import Flops, maxtext_flops, update_flops
-from train.model.mesh import AXES, check_rows, check_slices, mesh_shape
+from train.model.mesh import AXES, EXPERT, check_rows, check_slices, mesh_shape
 from train.plan.compiling import (
     EVALUATION,
     Allocation,
@@ -166,7 +166,7 @@ def _tokens_spread(setup: Setup, axes: dict[str, int]) -> float:
 
     Infinity for a layout that keeps tokens in order, and for a mesh with other axes than ours, whose layout is unknown.
     """
-    if set(axes) != set(AXES):
+    if set(axes) - {EXPERT} != set(AXES):
         return float("inf")
     placed = Setup(setup.config, mesh_of(axes)).placement
     width = placed.ulysses if "ring-ulysses" in placed.strategies else 1

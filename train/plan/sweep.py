@@ -85,12 +85,13 @@ def candidates(config: Config, pod: Pod | Nodes) -> Iterator[Candidate]:
     devices = pod.devices // pod.slices
     powers = [2**n for n in range(devices.bit_length()) if devices % 2**n == 0]
     for fsdp, context, tensor in itertools.product(powers, repeat=3):
-        if devices % (fsdp * context * tensor):
+        of_expert = config.train.mesh.expert
+        if devices % (fsdp * context * tensor * of_expert):
             continue
         if isinstance(pod, Nodes) and context * tensor > IN_A_NODE:
             continue  # every layer would wait for the network between nodes
-        split = {"data": devices // (fsdp * context * tensor), "fsdp": fsdp, "context": context, "tensor": tensor}
-        axes = {"replica": pod.slices, **split}
+        split = {"fsdp": fsdp, "context": context, "tensor": tensor, "expert": of_expert}
+        axes = {"replica": pod.slices, "data": devices // prod(split.values()), **split}
         for remat, strategy in itertools.product(REMAT, SWEPT if context > 1 else ("auto",)):
             changed = _changed(config, axes, remat, strategy, pod)
             if changed is not None:
@@ -111,7 +112,7 @@ def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, po
 
 def _tokens(train: TrainConfig, axes: dict[str, int]) -> float:
     """Tokens that one device processes at a time."""
-    shares = prod(axes[name] for name in ("replica", "data", "fsdp", "context"))
+    shares = prod(axes[name] for name in ("replica", "data", "fsdp", "expert", "context"))
     return train.batch_tokens / train.accumulate / shares
 
 
@@ -123,8 +124,8 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     decoder, config, tensor = setup.decoder, setup.config, axes["tensor"]
     tokens = _tokens(config.train, axes)
     parameters = _all_parameters(decoder)
-    state = 16 * parameters / (axes["fsdp"] * axes["context"]) / tensor
-    gathered = 4 * parameters / decoder.num_layers / tensor
+    state = 16 * parameters / (axes["fsdp"] * axes["expert"] * axes["context"]) / tensor
+    gathered = 4 * parameters / decoder.num_layers / tensor / axes["expert"]
     # Numbers of a token inside a layer: projections and hidden units.
     inner = max(map(_inner_numbers, decoder.every_layer)) / tensor
     values = max(head_sizes(layer)[1] for layer in decoder.every_layer)
@@ -147,7 +148,11 @@ def _inner_numbers(layer: DecoderConfig) -> int:
 
 
 def _all_parameters(decoder: DecoderConfig) -> int:
-    return product_parameters(decoder) + (0 if decoder.tied_head else decoder.vocab_size * decoder.model_dim)
+    """The parameters in memory: also those of the experts that a token does not use."""
+    embedding = 0 if decoder.tied_head else decoder.vocab_size * decoder.model_dim
+    mixtures = [layer for layer in decoder.every_layer if layer.experts is not None]
+    unused = sum((layer.experts.count - layer.experts.per_token) * layer.mlp_dim for layer in mixtures)
+    return product_parameters(decoder) + embedding + (3 if decoder.gated else 2) * unused * decoder.model_dim
 
 
 def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod | Nodes) -> float:
@@ -166,7 +171,7 @@ def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod | Nodes) -> float
     work = (flops.total + again / 3) / (0.6 * pod.chips * pod.peak_flops)
     link = 2e9 * pod.links.link
     each = 2 * tokens / link
-    gathered = 6 * _all_parameters(decoder) / axes["tensor"] * parts / link
+    gathered = 6 * _all_parameters(decoder) / axes["tensor"] / axes["expert"] * parts / link
     inside = 8 * each * decoder.num_layers * decoder.model_dim * (axes["tensor"] > 1)
     keys = sum(layer.num_kv_heads * sum(head_sizes(layer)) for layer in decoder.every_layer)
     around = 3 * each * keys * (axes["context"] - 1)

@@ -206,6 +206,7 @@ EXAONE_MOE = Family(
     | default_sizes(2048, 16384, 32)
     | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "first_k_dense_replace": 1, "moe_intermediate_size": 1024}
     | {"num_experts": 64, "num_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 1},
+    inside={".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
 )
 
 
@@ -255,6 +256,7 @@ ERNIE4_5_MOE = Family(
     | {"moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
     | {"moe_layer_interval": 1, "moe_norm_min": 1e-12, "router_aux_loss_coef": 0.001},
     {"use_bias": False},
+    inside={".mlp.moe_statics.": ".mlp.gate.moe_statics."},
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
 )
 
@@ -283,6 +285,7 @@ MINIMAX_M2 = Family(
     | default_sizes(196_608, 1536, 8)
     | {"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001},
     aliases={"num_experts": "num_local_experts"},
+    inside={".block_sparse_moe.": ".mlp."},
 )
 
 CORRECTED_MOE = (GLM4_MOE, SOLAR_OPEN, DOTS1, EXAONE_MOE, ERNIE4_5_MOE, MINIMAX_M2)

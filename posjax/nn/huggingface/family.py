@@ -42,6 +42,7 @@ class Family:
         fixed: options that ``Decoder`` does not have, each with the value, or a tuple of values, that is supported.
         prefix: of the tensors' names, which some releases leave out.
         renamed: other names that some files use for tensors.
+        inside: parts of tensors' names, each with the name in the memory of transformers, and in files written from it.
         ignored: names of tensors that are not parameters, such as buffers; for tensors of a layer the end of the name.
         predicts_more: whether files may have layers after the last, which predict further tokens; they are not read.
         aliases: other names of keys, each with the key that transformers reads it as.
@@ -62,6 +63,7 @@ class Family:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prefix: str = "model."
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
+    inside: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
     ignored: Sequence[str] = ("rotary_emb.inv_freq",)
     predicts_more: bool = dataclasses.field(default=False, kw_only=True)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -527,7 +527,12 @@ GPT_OSS = Family(
     KEYS,
     lambda values: {
         "activation": "swiglu-clamped",
-        "experts": Experts(values["num_local_experts"], values["num_experts_per_tok"], Router(bias=True)),
+        "experts": Experts(
+            values["num_local_experts"],
+            values["num_experts_per_tok"],
+            Router(bias=True),
+            balance=float(values["router_aux_loss_coef"]),
+        ),
         "biases": (*llama_biases(values)["biases"], "mlp"),
         "scheme": rope_schemes(values, layer_types(values, (SLIDING, FULL)), sinks=LearnedSinks()),
     },
@@ -535,6 +540,7 @@ GPT_OSS = Family(
         {
             "num_local_experts": config.experts and config.experts.count,
             "num_experts_per_tok": config.experts and config.experts.per_token,
+            "router_aux_loss_coef": config.experts and config.experts.balance,
             "attention_bias": "qkv" in config.biases,
             "swiglu_limit": 7.0,
             "sliding_window": window_of(config),
@@ -548,6 +554,7 @@ GPT_OSS = Family(
         "rms_norm_eps": 1e-5,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
+        "router_aux_loss_coef": 0.9,
         "attention_bias": True,
         "sliding_window": 128,
         "head_dim": 64,

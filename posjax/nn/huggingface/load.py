@@ -23,6 +23,7 @@ from posjax.nn.huggingface.files import CONFIG, Entry, TensorFolder, open_locati
 from posjax.nn.huggingface.hub import on_disk, pinned
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
+from posjax.nn.huggingface.stacked import split_experts
 from posjax.nn.huggingface.views import AxisSizes, View, check_shape
 
 NO_MESH = Mesh(np.empty((), object), ())
@@ -121,6 +122,7 @@ def from_pretrained(
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
     source = open_source(path)
+    _split_experts(source, family_of(values), config)
     wanted = _wanted(source, family_of(values), model, dtype, sharding)
     nnx.replace_by_pure_dict(state, read_parameters(source, values, config, wanted))
     return nnx.merge(graph, state)
@@ -140,6 +142,7 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
             a head that differs from the embedding although config.json ties them.
     """
     family = family_of(values)
+    _split_experts(source, family, config)
     parameters = stored(family, config, wanted)
     check_tensors(source, family, config, parameters)
     _check_tied(source, family, config)
@@ -154,6 +157,17 @@ def read_parameters(source: Source, values: Mapping[str, Any], config: DecoderCo
 
     with jax.set_mesh(NO_MESH):
         return jax.tree.unflatten(jax.tree.structure(wanted), list(map(read, parameters)))
+
+
+def _split_experts(source: Source, family: Family, config: DecoderConfig) -> None:
+    """Gives stacked experts entries of their own, if the family has a tensor for each."""
+    mixtures = [layer for layer in config.every_layer if layer.experts is not None]
+    if not mixtures or not isinstance(source, TensorFolder):
+        return
+    views = family.tensors(mixtures[0])
+    if views["block/mlp/up"].of_expert:
+        parts = [part for part in ("gate", "up", "down") if f"block/mlp/{part}" in views]
+        split_experts(source, {part: views[f"block/mlp/{part}"].name.split("{expert}")[1] for part in parts})
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -272,8 +286,11 @@ def _of_tables(source: Source, family: Family, config: DecoderConfig) -> list[st
 
 
 def _found(source: Source, family: Family, name: str) -> str | None:
-    """The name of a tensor in the files: with the family's prefix, without, or another that releases use."""
-    names = name, name.removeprefix(family.prefix), family.renamed.get(name)
+    """The name of a tensor in the files: with the family's prefix, without, or another that files use."""
+    in_memory = name
+    for part, other in family.inside.items():
+        in_memory = in_memory.replace(part, other)
+    names = name, name.removeprefix(family.prefix), family.renamed.get(name), in_memory
     return next((each for each in names if each in source.entries), None)
 
 

@@ -178,6 +178,7 @@ MIXTRAL = Family(
     | {"rms_norm_eps": 1e-5, "num_local_experts": 8, "sliding_window": None}
     | _BALANCED,
     aliases={"num_experts": "num_local_experts"},
+    inside={".block_sparse_moe.": ".mlp."},
 )
 
 # --- Qwen -------------------------------------------------------------------------------------------------------------
@@ -364,6 +365,12 @@ _GRANITE_DEFAULTS = (
     | _BALANCED
 )
 
+_GRANITE_INSIDE = {
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    ".block_sparse_moe.router.layer.weight": ".block_sparse_moe.router.weight",
+}
+
 GRANITE_MOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
@@ -373,6 +380,7 @@ GRANITE_MOE = Family(
     _granite_tensors,
     _GRANITE_DEFAULTS,
     fixed={"shared_intermediate_size": 0},
+    inside=_GRANITE_INSIDE,
 )
 
 GRANITE_MOE_SHARED = Family(
@@ -383,6 +391,7 @@ GRANITE_MOE_SHARED = Family(
     _granite_values,
     _granite_tensors,
     _GRANITE_DEFAULTS | {"shared_intermediate_size": 0},
+    inside=_GRANITE_INSIDE,
 )
 
 # --- Cohere -----------------------------------------------------------------------------------------------------------

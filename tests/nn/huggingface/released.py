@@ -194,27 +194,27 @@ LATER: dict[str, dict] = {
 }
 """Families whose parity is in the wide grid alone."""
 
-TWO_OF_FIVE = {"num_experts": 5, "num_experts_per_tok": 2}
+TWO_OF_SIX = {"num_experts": 6, "num_experts_per_tok": 2}
 OF_EIGHT = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2}
 MIXTURES: dict[str, dict] = {
     "mixtral": LLAMA
-    | {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}
+    | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}
     | {"rope_parameters": rope(1e6), "router_aux_loss_coef": 0.02},
     "qwen2_moe": WHOLE_HEADS
-    | TWO_OF_FIVE
+    | TWO_OF_SIX
     | {"model_type": "qwen2_moe", "num_hidden_layers": 4, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
     | {"shared_expert_intermediate_size": 48, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
     "qwen3_moe": LLAMA
-    | TWO_OF_FIVE
+    | TWO_OF_SIX
     | {"model_type": "qwen3_moe", "num_hidden_layers": 4, "moe_intermediate_size": 40, "decoder_sparse_step": 2}
     | {"norm_topk_prob": True, "attention_bias": True},
-    "olmoe": WHOLE_HEADS | TWO_OF_FIVE | {"model_type": "olmoe", "clip_qkv": 0.8},
-    "flex_olmo": WHOLE_HEADS | TWO_OF_FIVE | {"model_type": "flex_olmo", "norm_topk_prob": True},
+    "olmoe": WHOLE_HEADS | TWO_OF_SIX | {"model_type": "olmoe", "clip_qkv": 0.8},
+    "flex_olmo": WHOLE_HEADS | TWO_OF_SIX | {"model_type": "flex_olmo", "norm_topk_prob": True},
     "granitemoe": WHOLE_HEADS
-    | {"model_type": "granitemoe", "num_local_experts": 5, "num_experts_per_tok": 2}
+    | {"model_type": "granitemoe", "num_local_experts": 6, "num_experts_per_tok": 2}
     | MULTIPLIERS,
     "granitemoeshared": WHOLE_HEADS
-    | {"model_type": "granitemoeshared", "num_local_experts": 5, "num_experts_per_tok": 2}
+    | {"model_type": "granitemoeshared", "num_local_experts": 6, "num_experts_per_tok": 2}
     | {"shared_intermediate_size": 48}
     | MULTIPLIERS,
     "glm4_moe": LLAMA
@@ -227,20 +227,20 @@ MIXTURES: dict[str, dict] = {
     | {"model_type": "dots1", "num_hidden_layers": 3, "first_k_dense_replace": 1, "norm_topk_prob": True}
     | {"sliding_window": 9, "max_window_layers": 2},
     "exaone_moe": LLAMA
-    | TWO_OF_FIVE
+    | TWO_OF_SIX
     | {"model_type": "exaone_moe", "num_hidden_layers": 4, "moe_intermediate_size": 40, "num_shared_experts": 2}
     | {"sliding_window": 9, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     "ernie4_5_moe": LLAMA
-    | {"model_type": "ernie4_5_moe", "num_hidden_layers": 4, "moe_num_experts": 5, "moe_k": 2}
+    | {"model_type": "ernie4_5_moe", "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 2}
     | {"moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
     "minimax_m2": LLAMA
-    | {"model_type": "minimax_m2", "num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 6},
+    | {"model_type": "minimax_m2", "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6},
     "cohere2_moe": LLAMA
-    | TWO_OF_FIVE
+    | TWO_OF_SIX
     | {"model_type": "cohere2_moe", "num_hidden_layers": 4, "num_shared_experts": 2, "sliding_window": 9}
     | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 72, "expert_selection_fn": "sigmoid"},
     "llama4_text": LLAMA
-    | {"model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 5, "num_experts_per_tok": 1}
+    | {"model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 1}
     | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 72, "attention_chunk_size": 16, "floor_scale": 8},
 }
 MIXTURES |= {

@@ -24,6 +24,8 @@ SIZES = {
     "small": {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 7},
     "large": {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 12},
 }
+APART = {"model_type": "mixtral", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+APART |= {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 1536, "num_local_experts": 6}
 TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
 GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
 GPT_OSS |= {"vocab_size": 512, "hidden_size": 768, "intermediate_size": 768, "num_local_experts": 16}
@@ -36,7 +38,7 @@ pytestmark = [
 
 def in_files(name, shape):
     """Names, dtypes and shapes of a tensor in files; experts are stored in MXFP4 as two tensors."""
-    if "experts" not in name or name.endswith("bias"):
+    if "experts" not in name or name.endswith(("bias", "weight")):
         return {name: (np.dtype(np.float32), shape)}
     experts, width, rows = shape
     blocks, scales = (experts, rows, width // 32, 16), (experts, rows, width // 32)
@@ -75,13 +77,18 @@ def run(*folders):
 
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.wide)])
 def test_memory_beside_the_arrays_is_less_than_twice_the_largest_tensor(size, tmp_path):
-    """Also for experts in MXFP4: the host holds a whole tensor in bfloat16, but only a part of it in float32."""
+    """Also for experts in MXFP4: the host holds a whole tensor in bfloat16, but only a part of it in float32.
+
+    And for experts apart: the largest tensor is one of them.
+    """
     dense = HEADS | SIZES[size]
-    models = {"dense": dense, "packed": GPT_OSS}
+    models = {"dense": dense, "packed": GPT_OSS, "apart": APART}
     models |= {"dense-tiny": dense | TINY, "packed-tiny": GPT_OSS | TINY | {"num_local_experts": 4}}
+    models |= {"apart-tiny": APART | TINY}
     largest = {name: build(tmp_path / name, values) for name, values in models.items()}
-    triples = [tmp_path / f"{name}{end}" for name in ("dense", "packed") for end in ("", "-out", "-tiny")]
-    for name, found in zip(("dense", "packed"), run(*triples), strict=True):
+    names = ("dense", "packed", "apart")
+    triples = [tmp_path / f"{name}{end}" for name in names for end in ("", "-out", "-tiny")]
+    for name, found in zip(names, run(*triples), strict=True):
         print(size, name, "largest", largest[name], found)
         assert found["arrays"] > 3 * largest[name]
         assert found["read"] < 2 * largest[name], found

@@ -22,9 +22,9 @@ STRATEGY_NAMES = ("auto", "ring", "all-gather", "ulysses", "ring-ulysses", "neig
 class MeshConfig:
     """The number of devices along each axis of the mesh; one of them may be -1, which means all remaining devices.
 
-    The batch is split over `replica`, `data` and `fsdp`, the sequence over `context`, heads and hidden units over
-    `tensor`. Parameters and moments are split over `fsdp`, `context` and `tensor`, and replicated over `replica` and
-    `data`.
+    The batch is split over `replica`, `data`, `fsdp` and `expert`, the sequence over `context`, heads and hidden units
+    over `tensor`. Parameters and moments are split over `fsdp`, `expert`, `context` and `tensor`, and replicated over
+    `replica` and `data`. The experts of a mixture are split over `expert`: tokens go to their devices and back.
     """
 
     key = "train.mesh"  # the name of this section in messages
@@ -32,6 +32,7 @@ class MeshConfig:
     replica: int = 1  # slices of a multi-slice pod, connected by the data-centre network
     data: int = -1
     fsdp: int = 1
+    expert: int = 1
     context: int = 1
     tensor: int = 1
 
@@ -101,6 +102,8 @@ class TrainConfig:
     weight_decay: float = 0.1  # on matrices only
     clip_norm: float = 1.0
     z_loss: float = 0.0  # weight of the squared log-normaliser of the logits
+    balance_loss: float | None = None  # weight of the balance loss of experts; None: model.experts.balance
+    correction_rate: float = 1e-3  # how far an update moves the corrections of routers
     loss_chunks: int = 1  # parts of the vocabulary that the loss is computed in, so that the full logits never exist
     spike_factor: float = 0.0  # skips an update whose gradient norm exceeds this multiple of its running mean; 0: never
     stop_after_skips: int = 10  # updates skipped in a row, for spikes or for numbers that are not finite
@@ -121,7 +124,9 @@ class TrainConfig:
         check_positive("train", self, "checkpoint_every", "keep", "log_every", "mask_rate")
         check_positive("train", self, "accumulate", "loss_chunks", "stop_after_skips")
         check_not_negative("train", self, "steps", "z_loss", "spike_factor", "stop_loss", "redraw_every")
-        check_not_negative("train", self, "weight_decay", "local_every")
+        check_not_negative("train", self, "weight_decay", "local_every", "correction_rate")
+        if self.balance_loss is not None:
+            check_not_negative("train", self, "balance_loss")
         for name in ("beta1", "beta2", "mask_rate"):
             check_fraction(f"train.{name}", getattr(self, name))
         check(
