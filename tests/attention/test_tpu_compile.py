@@ -50,6 +50,7 @@ def program(
     heads: int = 8,
     kv_heads: int = 8,
     size: int = 128,
+    value_size: int | None = None,
     dtype: str = "bfloat16",
     backward: bool = True,
     mapped: int = 0,
@@ -60,7 +61,7 @@ def program(
     values = {
         "q": array((1, tokens, kv_heads, heads // kv_heads, size)),
         "k": array((1, tokens, kv_heads, size)),
-        "v": array((1, tokens, kv_heads, size)),
+        "v": array((1, tokens, kv_heads, value_size or size)),
     }
     for n in range(len(REMAPPED.get(name, ()))):
         values |= {f"q{n}": values["q"], f"k{n}": values["k"]}
@@ -77,7 +78,8 @@ def program(
     def gradients(values, ids, d_out):
         return jax.vjp(lambda values: run(values, ids)[0], values)[1](d_out)
 
-    function, arguments = (gradients, [values, ids, values["q"]]) if backward else (run, [values, ids])
+    d_out = array((*values["q"].shape[:-1], value_size or size))
+    function, arguments = (gradients, [values, ids, d_out]) if backward else (run, [values, ids])
     if mapped:
         function = jax.vmap(function)
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct((mapped, *x.shape), x.dtype), arguments)
@@ -160,6 +162,9 @@ def test_forward_and_backward_in_memory_linear_in_the_length(chip, name, tokens)
         # Lengths that are not multiples of a tile.
         *(("t5", tokens, {}) for tokens in (100, 1000, 8300)),
         ("alibi", SHORT, {"mapped": 3}),
+        # Latent attention of DeepSeek V3: expanded, and absorbed over one key head.
+        *((name, SHORT, {"size": 192, "value_size": 128}) for name in ("causal", "rerope")),
+        ("causal", SHORT, {"heads": 16, "kv_heads": 1, "size": 576, "value_size": 512, "backward": False}),
     ],
 )
 def test_every_form_of_bias_and_branches_size_and_length(chip, name, tokens, options):

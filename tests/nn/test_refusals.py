@@ -10,11 +10,12 @@ from refusals import refused
 
 import posjax as pj
 from posjax import scales
-from posjax.nn import Decoder, DecoderConfig, Experts, Norm, Residual
+from posjax.nn import Decoder, DecoderConfig, Experts, Latent, Norm, Residual
 from posjax.positions import Range
 
 ROPE, LINEAR = pj.scheme("rope"), pj.scheme("linear-elu")
 TOKENS = jnp.zeros((3, 4), jnp.int32)
+LATENT = Latent(rank=8, rotated=8, unrotated=4, value=4)
 
 
 def sized(**options):
@@ -88,6 +89,13 @@ REFUSED = [
         "caches half-width keys",
         decoded(preset("coca-strict").replace(scale=scales.LogN(8)), coordinates=TOKENS[:, :1, None]),
     ),
+    ("latent.rank", lambda: Latent(0, 8, 4, 4)),
+    ("latent.query_rank", lambda: Latent(8, 8, 4, 4, query_rank=0)),
+    ("latent.norm", lambda: Latent(8, 8, 4, 4, norm=Norm("layer"))),
+    ("head_dim", sized(latent=LATENT, num_kv_heads=None, head_dim=16)),
+    ("num_kv_heads", sized(latent=LATENT)),
+    ("projection_norm", sized(latent=LATENT, num_kv_heads=None, projection_norm=True)),
+    ("clip_qkv", sized(latent=LATENT, num_kv_heads=None, clip_qkv=2.0)),
     ("scheme", other_scheme("t5")),
     ("scheme", other_scheme("coca-strict")),
 ]

@@ -233,7 +233,7 @@ DEEPSEEK_V2 = latent_family(
     default_sizes(2048, 11008)
     | _latent_sizes(512, 64, 128, 128, 1536)
     | {"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407, "first_k_dense_replace": 0}
-    | {"routed_scaling_factor": 1.0, "topk_method": "greedy"},
+    | {"routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     OWN_WIDTH,
     _MIXTURE,
     fixed={"norm_topk_prob": False, "mlp_bias": False, "scoring_func": "softmax", "moe_layer_freq": 1},

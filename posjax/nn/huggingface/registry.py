@@ -135,6 +135,8 @@ _MAY_BE_NONE = (
     "v_head_dim",
     "scale_depth",
     "dim_model_base",
+    "n_group",
+    "topk_group",
     "moe_layers",
     "no_rope_layers",
     "attention_chunk_size",

@@ -1,4 +1,4 @@
-"""The gradients of a model on one batch against transformers, with its balance loss."""
+"""The gradients of mixtures and latent attention on one batch against transformers, with its balance loss."""
 
 import copy
 
@@ -22,6 +22,7 @@ pytestmark = [
 
 BALANCED = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared")
 OTHERS = ("qwen3_5_text", "glm4_moe", "ernie4_5_moe", "minimax_m2", "llama4_text", "cohere2_moe", "exaone_moe")
+OTHERS += ("deepseek_v2-groups", "deepseek_v3", "mistral4", "minicpm3", "youtu")
 """Without a balance loss in transformers, or with one that does not count the experts that are chosen."""
 OPTIONS = {"qwen3_5_text": {"initializer_range": 0.15}}
 """Weights so large that decays have gradients far above rounding errors."""
@@ -45,7 +46,7 @@ def loss_and_gradients(model, tokens):
         hidden, loads = model.hidden_and_loads(tokens)
         picked = jax.nn.log_softmax(model.logits(hidden))[:, :-1]
         spec = model.config.experts
-        balance = 0 if spec is None else spec.balance * balance_loss(spec, loads)
+        balance = 0.0 if spec is None else spec.balance * balance_loss(spec, loads)
         return -jnp.take_along_axis(picked, tokens[:, 1:, None], -1).mean() + balance
 
     return nnx.value_and_grad(loss)(model)

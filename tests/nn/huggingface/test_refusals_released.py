@@ -143,6 +143,14 @@ CONFIGS = [
     ("tie_word_embeddings", "llama", {"tie_word_embeddings": "no"}),
     ("base", "qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}),
     ("sliding_window_pattern", "gemma3_text", {"layer_types": None, "sliding_window_pattern": 2**63}),
+    ("glm_moe_dsa", "youtu", {"model_type": "glm_moe_dsa"}),
+    ("deepseek_v32", "deepseek_v3", {"model_type": "deepseek_v32"}),
+    ("kv_lora_rank", "youtu", {"kv_lora_rank": 0}),
+    ("num_kv_heads", "youtu", {"num_key_value_heads": 2}),
+    ("topk_method", "deepseek_v2", {"topk_method": "noaux_tc"}),
+    ("norm_topk_prob", "deepseek_v2", {"norm_topk_prob": True}),
+    ("scoring_func", "deepseek_v3", {"scoring_func": "softmax"}),
+    ("num_experts_per_tok", "deepseek_v2", {"num_experts_per_tok": None}),
 ]
 
 
@@ -164,6 +172,25 @@ def test_values_that_change_nothing_are_ignored():
     rules = [yarn, yarn | {"attn_factor": 0.878}]
     plain, factor = (read_config(released.CASES["qwen3"] | {"rope_parameters": rule}) for rule in rules)
     assert plain == factor
+
+
+def test_kimi_k2_is_a_deepseek_v3_and_sarvam_has_a_name_of_its_own_for_yarn():
+    values = released.CASES["deepseek_v3"]
+    assert read_config(values | {"model_type": "kimi_k2"}) == read_config(values)
+    values, yarn = released.CASES["sarvam_mla"], released.YARN | {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    names = ({"type": name, "rope_theta": 1e4} | yarn for name in ("yarn", "deepseek_yarn"))
+    one, other = (read_config(values | {"rope_scaling": rule}) for rule in names)
+    assert one == other
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
+    model = released.random_decoder(released.CASES["deepseek_v3"])
+    more = {"model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    folder = rewritten(model, tmp_path, lambda tensors: tensors | more)
+    jax.tree.map(np.testing.assert_array_equal, *map(released.parameters, (from_pretrained(folder), model)))
+    within = {"model.layers.2.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    folder = rewritten(model, tmp_path / "within", lambda tensors: tensors | within)
+    refused("eh_proj", lambda: from_pretrained(folder))
 
 
 @pytest.mark.parametrize("case", released.cases(*released.WHOLE))
