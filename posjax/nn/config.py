@@ -61,7 +61,8 @@ class DecoderConfig:
         experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert.
         norm: of the residual stream, and of queries and keys with ``projection_norm``.
         residual: where the norms are, and how attention and MLP are added.
-        biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
+        biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"gate"`` (of ``attention_gate``),
+            ``"mlp"`` and ``"head"``.
         embedding_norm: whether a norm follows the embedding (BLOOM).
         projection_norm: whether queries and keys are normed over all heads together (OLMo 2); to norm each head
             separately use ``Scheme(norm=QKNorm())``.
@@ -133,6 +134,8 @@ class DecoderConfig:
         self._check_numbers()
         if self.attention_gate is not None:
             check_choice("attention_gate", self.attention_gate, GATES)
+        ungated = "gate" in self.biases and self.attention_gate is None
+        check(not ungated, "biases: 'gate' is the bias of attention_gate, which is not set; set it, or leave it out")
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         self._fill_defaults()

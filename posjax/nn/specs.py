@@ -11,7 +11,7 @@ from posjax._checks import check, check_choice, check_count, check_counts, check
 
 NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
-BIASES = ("qkv", "output", "mlp", "head")
+BIASES = ("qkv", "output", "gate", "mlp", "head")
 """The projections that may have a learned bias."""
 GATES = ("elementwise", "head")
 """The gates of the outputs of attention."""

@@ -9,6 +9,7 @@ from posjax.nn.config import BY_LAYER, DecoderConfig, check_size
 from posjax.nn.huggingface import (
     cohere_like,
     corrected_moe,
+    gated_like,
     gemma_like,
     gpt_like,
     llama_like,
@@ -25,6 +26,7 @@ _ALL = (
     *cohere_like.COHERE_LIKE,
     *moe_like.MOE_LIKE,
     *corrected_moe.CORRECTED_MOE,
+    *gated_like.GATED_LIKE,
     *gpt_like.GPT_LIKE,
     *qwen_next_like.QWEN_NEXT_LIKE,
 )

@@ -106,7 +106,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None  # a mixture of experts in place of every MLP
     norm: NormConfig = field(default_factory=NormConfig)
     residual: ResidualConfig = field(default_factory=ResidualConfig)
-    biases: tuple[str, ...] = ()  # those of qkv, output, mlp, head that have a bias
+    biases: tuple[str, ...] = ()  # those of qkv, output, gate, mlp, head that have a bias
     embedding_norm: bool = False
     projection_norm: bool = False  # of queries and keys over all heads together
     attention_gate: Literal["elementwise", "head"] | None = None  # what multiplies the outputs of attention's heads
