@@ -38,7 +38,6 @@ from posjax.nn.huggingface.moe_like import (
     OWN_WIDTH,
     balance_value,
     experts_and_one,
-    experts_apart,
     mixture,
     mixture_of,
     mixture_tensors,
@@ -308,13 +307,20 @@ def _lara_views() -> dict[str, View]:
     return llama_tensors(None) | _delta_views(projected) | norm
 
 
+def _stacked_experts() -> dict[str, View]:
+    """All experts of a layer in two tensors, in the first the rows of the gate before those of up."""
+    both, pattern = f"{LAYER}mlp.experts.gate_up_proj", "experts (2 mlp) embed -> experts embed mlp"
+    views = {f"block/mlp/{name}": View(both, pattern, part) for part, name in enumerate(("gate", "up"))}
+    return views | {"block/mlp/down": View(f"{LAYER}mlp.experts.down_proj", "experts embed mlp -> experts mlp embed")}
+
+
 LARA_MINI = Family(
     "lara_mini",
     "LaraMiniForCausalLM",
     OWN_WIDTH,
     _lara,
     _lara_values,
-    mixture_tensors(experts_apart() | router() | shared_mlp("mlp.shared_expert."), lambda config: _lara_views()),
+    mixture_tensors(_stacked_experts() | router() | shared_mlp("mlp.shared_expert."), lambda config: _lara_views()),
     _DEFAULTS
     | default_sizes(131_072, None, 4)
     | _MIXTURE
