@@ -75,7 +75,8 @@ class DecoderConfig:
         latent: multi-head latent attention (DeepSeek V2). Every query head has its own keys and values; ``"qkv"`` in
             ``biases`` are biases of the latents and of the rotated key.
         residual: where the norms are, and how attention and MLP are added.
-        biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
+        biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"gate"`` (of ``attention_gate``),
+            ``"mlp"`` and ``"head"``.
         embedding_norm: whether a norm follows the embedding (BLOOM).
         projection_norm: a norm of queries and keys before the position method, with a gain for every channel of every
             head: ``"together"``, an RMS norm over all heads at once (OLMo 2), or ``"each"``, a LayerNorm of every head
@@ -156,6 +157,8 @@ class DecoderConfig:
         self._check_latent()
         if self.attention_gate is not None:
             check_choice("attention_gate", self.attention_gate, GATES)
+        ungated = "gate" in self.biases and self.attention_gate is None
+        check(not ungated, "biases: 'gate' is the bias of attention_gate, which is not set; set it, or leave it out")
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         self._fill_defaults()

@@ -12,8 +12,6 @@ from posjax.nn.parameters import bias_parameter, parameter, plus, to_heads
 class OutputGate(nnx.Module):
     """Multiplies the outputs of the heads by ``sigmoid(x W + b)`` of the layer's input (Qiu et al., arXiv 2505.06708).
 
-    It has a bias if the projections of queries, keys and values have one.
-
     Args:
         config: of this layer; ``attention_gate`` is ``"elementwise"``, one number for every channel, or ``"head"``, one
             for every head.
@@ -27,7 +25,7 @@ class OutputGate(nnx.Module):
         axes = ("heads", "head_dim")[: len(shape)]
         width = config.model_dim
         self.weight = parameter(rngs.params(), (width, *shape), ("embed", *axes), width**-0.5)
-        self.bias = bias_parameter(shape, axes) if "qkv" in config.biases else None
+        self.bias = bias_parameter(shape, axes) if "gate" in config.biases else None
 
     def __call__(
         self, x: Float[Array, "batch length embed"], out: Float[Array, "batch length heads size"]

@@ -13,7 +13,7 @@ from posjax._numbers import widened
 
 NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
-BIASES = ("qkv", "output", "mlp", "head")
+BIASES = ("qkv", "output", "gate", "mlp", "head")
 """The projections that may have a learned bias."""
 GATES = ("elementwise", "head")
 """The gates of the outputs of attention."""

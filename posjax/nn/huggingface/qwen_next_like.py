@@ -1,12 +1,25 @@
-"""Qwen3.5 and Qwen3-Next, dense and with experts: Gated DeltaNet, and gated attention in every fourth layer."""
+"""Layers of Gated DeltaNet beside attention: Qwen3.5 and Qwen3-Next, dense and with experts, and Lara."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posjax._checks import check, check_choice, check_count
 from posjax.linear import GatedDelta
 from posjax.nn.config import DecoderConfig
-from posjax.nn.huggingface.family import FULL, Family, Values, of_layers, partial_rope_values
+from posjax.nn.huggingface.family import (
+    FULL,
+    SLIDING,
+    Family,
+    Values,
+    biases,
+    of_layers,
+    partial_rope_values,
+    rope_rule,
+    rope_scheme,
+    rope_values,
+    types_of,
+    window_of,
+)
 from posjax.nn.huggingface.llama_like import (
     EMBEDDING,
     FINAL_NORM,
@@ -16,7 +29,7 @@ from posjax.nn.huggingface.llama_like import (
     LLAMA_DEFAULTS,
     LLAMA_NORMS,
     default_sizes,
-    llama_biases,
+    llama_tensors,
     projections,
     qkv_bias_value,
     rope_everywhere,
@@ -30,9 +43,11 @@ from posjax.nn.huggingface.moe_like import (
     mixture_tensors,
     mixture_values,
     qwen_mixture,
+    router,
+    shared_mlp,
 )
 from posjax.nn.huggingface.views import View
-from posjax.nn.specs import Norm
+from posjax.nn.specs import Norm, Router
 from posjax.norms import QKNorm
 from posjax.scheme import Layers, Scheme
 
@@ -49,36 +64,54 @@ _DELTA = {
 
 def _types(values: Values) -> list[str]:
     """The type of every layer; without ``layer_types`` every fourth is full, or as ``full_attention_interval`` says."""
-    count, interval = values["num_hidden_layers"], values.get("full_attention_interval", 4)
+    interval = values.get("full_attention_interval", 4)
     check_count("config.json: full_attention_interval", interval)
-    types = values.get("layer_types") or [LINEAR if (n + 1) % interval else FULL for n in range(count)]
+    return mixed_types(values, [*[LINEAR] * (interval - 1), FULL], (FULL, LINEAR))
+
+
+def mixed_types(values: Values, period: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    """``layer_types`` of ``config.json``, or a repeated period if it has none.
+
+    Raises ValueError for a wrong number of layers, and for a type that is not among ``kinds``.
+    """
+    count = values["num_hidden_layers"]
+    types = values.get("layer_types") or [period[n % len(period)] for n in range(count)]
     check(len(types) == count, f"config.json: layer_types names {len(types)} layers of {count}")
     for kind in types:
-        check_choice("config.json: layer_types", kind, (FULL, LINEAR))
+        check_choice("config.json: layer_types", kind, kinds)
     return types
 
 
 def _schemes(values: Values) -> Scheme | Layers:
     full = rope_everywhere(values, norm=QKNorm(eps=values["rms_norm_eps"], unit_offset=True))
-    types = _types(values)
+    return mixed_layers(values, _types(values), {FULL: full})
+
+
+def mixed_layers(values: Values, types: Sequence[str], others: Mapping[str, Scheme]) -> Scheme | Layers:
+    """The schemes of all layers: Gated DeltaNet, or those of the other types."""
     if LINEAR not in types:
-        return full
-    sizes = {field: values[key] for key, field in _DELTA.items()}
+        return of_layers([others[kind] for kind in types])
     for key in _DELTA:
         check_count(f"config.json: {key}", values[key])
     try:
-        delta = Scheme(linear=GatedDelta(**sizes))
+        delta = GatedDelta(**{field: values[key] for key, field in _DELTA.items()})
     except ValueError as error:
         raise ValueError(f"config.json: layers of linear attention: {error}") from None
-    return of_layers([full if kind == FULL else delta for kind in types])
+    schemes = {**others, LINEAR: Scheme(linear=delta)}
+    return of_layers([schemes[kind] for kind in types])
+
+
+def mixed_values(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of ``mixed_layers``: the type of every layer, and the sizes of Gated DeltaNet."""
+    specs = {scheme.linear for scheme in config.layers.kinds if scheme.is_delta}
+    check(len(specs) < 2, "scheme: config.json has one size for all layers of Gated DeltaNet")
+    pairs = zip(types_of(config), config.layers.schemes, strict=True)
+    types = [LINEAR if scheme.is_delta else kind for kind, scheme in pairs]
+    return {"layer_types": types} | {key: getattr(spec, field) for spec in specs for key, field in _DELTA.items()}
 
 
 def _values(config: DecoderConfig) -> dict[str, Any]:
-    specs = {scheme.linear for scheme in config.layers.kinds if scheme.is_delta}
-    check(len(specs) < 2, "scheme: config.json has one size for all layers of Gated DeltaNet")
-    types = [LINEAR if scheme.is_delta else FULL for scheme in config.layers.schemes]
-    sizes = {key: getattr(spec, field) for spec in specs for key, field in _DELTA.items()}
-    return {"layer_types": types} | sizes | qkv_bias_value(config) | partial_rope_values(config)
+    return mixed_values(config) | qkv_bias_value(config) | partial_rope_values(config)
 
 
 def _gated_queries() -> dict[str, View]:
@@ -86,9 +119,9 @@ def _gated_queries() -> dict[str, View]:
     names = {"q": 0, "gate/weight": 1}
     weights, pattern = f"{LAYER}self_attn.q_proj.weight", "(heads 2 size) embed -> embed heads size"
     views = {f"block/attention/{name}": View(weights, pattern, part) for name, part in names.items()}
-    biases, pattern = f"{LAYER}self_attn.q_proj.bias", "(heads 2 size) -> heads size"
+    added, pattern = f"{LAYER}self_attn.q_proj.bias", "(heads 2 size) -> heads size"
     names = {"q_bias": 0, "gate/bias": 1}
-    return views | {f"block/attention/{name}": View(biases, pattern, part) for name, part in names.items()}
+    return views | {f"block/attention/{name}": View(added, pattern, part) for name, part in names.items()}
 
 
 _KEYS, _VALUES = "delta_keys*key_size", "delta_heads*value_size"
@@ -147,7 +180,12 @@ def _layer_views(projected: dict[str, View]) -> Callable[[DecoderConfig], dict[s
 
 
 def _read(values: Values) -> dict[str, Any]:
-    return llama_biases(values) | {"attention_gate": "elementwise", "scheme": _schemes(values)}
+    has = values.get("attention_bias", False)
+    return {
+        "biases": biases(qkv=has, output=has, gate=has),
+        "attention_gate": "elementwise",
+        "scheme": _schemes(values),
+    }
 
 
 _DEFAULTS = LLAMA_DEFAULTS | {
@@ -225,4 +263,70 @@ QWEN3_NEXT = _family(
     norm_topk_prob=True,
 )
 
-QWEN_NEXT_LIKE = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT)
+# --- Lara -------------------------------------------------------------------------------------------------------------
+
+_LARA_PERIOD = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
+
+
+def _lara(values: Values) -> dict[str, Any]:
+    """Layers with windows rotate, full ones do not."""
+    norm, has = QKNorm(eps=values["rms_norm_eps"]), values.get("attention_bias", False)
+    sliding = rope_scheme(values, rope_rule(values), SLIDING, norm=norm)
+    types = mixed_types(values, _LARA_PERIOD, (FULL, SLIDING, LINEAR))
+    return {
+        "biases": biases(qkv=has, output=has),
+        "scheme": mixed_layers(values, types, {FULL: Scheme(norm=norm), SLIDING: sliding}),
+    } | mixture(
+        values,
+        "num_experts",
+        router=Router(normalized=values["norm_topk_prob"]),
+        shared_dim=values["shared_expert_intermediate_size"],
+    )
+
+
+def _lara_values(config: DecoderConfig) -> dict[str, Any]:
+    return (
+        mixed_values(config)
+        | _mixture_values(config)
+        | qkv_bias_value(config)
+        | {"norm_topk_prob": mixture_of(config).router.normalized, "sliding_window": window_of(config)}
+        | rope_values(config)
+    )
+
+
+def _lara_views() -> dict[str, View]:
+    """All projections are in one tensor."""
+    rows = f"{_QKV}+{_VALUES}+delta_heads+delta_heads"
+    heads = "delta_heads"
+    into = _INTO | {"gate": _INTO["v"], "rate": heads, "decay": heads}
+    projected = {
+        name: View(f"{_DELTA_LAYER}in_proj.weight", f"{rows} embed -> embed {axes}", part)
+        for part, (name, axes) in enumerate(into.items())
+    }
+    norm = {"block/delta/norm/gain": View(f"{_DELTA_LAYER}out_norm.weight", "value_size -> value_size")}
+    return llama_tensors(None) | _delta_views(projected) | norm
+
+
+def _stacked_experts() -> dict[str, View]:
+    """All experts of a layer in two tensors, in the first the rows of the gate before those of up."""
+    both, pattern = f"{LAYER}mlp.experts.gate_up_proj", "experts (2 mlp) embed -> experts embed mlp"
+    views = {f"block/mlp/{name}": View(both, pattern, part) for part, name in enumerate(("gate", "up"))}
+    return views | {"block/mlp/down": View(f"{LAYER}mlp.experts.down_proj", "experts embed mlp -> experts mlp embed")}
+
+
+LARA_MINI = Family(
+    "lara_mini",
+    "LaraMiniForCausalLM",
+    OWN_WIDTH,
+    _lara,
+    _lara_values,
+    mixture_tensors(_stacked_experts() | router() | shared_mlp("mlp.shared_expert."), lambda config: _lara_views()),
+    _DEFAULTS
+    | default_sizes(131_072, None, 4)
+    | _MIXTURE
+    | {"tie_word_embeddings": True, "head_dim": 128, "linear_num_value_heads": 16, "linear_num_key_heads": 8}
+    | {"num_experts": 128, "num_experts_per_tok": 4, "norm_topk_prob": True, "sliding_window": 512},
+    activations={"silu": "swiglu"},
+)
+
+QWEN_NEXT_LIKE = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LARA_MINI)

@@ -9,6 +9,7 @@ from posjax.nn.config import BY_LAYER, DecoderConfig, check_size
 from posjax.nn.huggingface import (
     cohere_like,
     corrected_moe,
+    gated_like,
     gemma_like,
     gpt_like,
     latent_like,
@@ -22,10 +23,21 @@ from posjax.nn.huggingface import (
 from posjax.nn.huggingface.family import Family, check_same
 from posjax.nn.huggingface.text_parts import text_values
 
-_ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
-_ALL += (*qk_norm_like.QK_NORM_LIKE, *moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE)
-_ALL += (*latent_like.LATENT_LIKE, *qwen_next_like.QWEN_NEXT_LIKE, llama4.LLAMA4_TEXT)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
+_ALL = (
+    *llama_like.LLAMA_LIKE,
+    *gemma_like.GEMMA_LIKE,
+    *olmo_like.OLMO_LIKE,
+    *cohere_like.COHERE_LIKE,
+    *qk_norm_like.QK_NORM_LIKE,
+    *moe_like.MOE_LIKE,
+    *corrected_moe.CORRECTED_MOE,
+    llama4.LLAMA4_TEXT,
+    *latent_like.LATENT_LIKE,
+    *gated_like.GATED_LIKE,
+    *qwen_next_like.QWEN_NEXT_LIKE,
+    *gpt_like.GPT_LIKE,
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 
 

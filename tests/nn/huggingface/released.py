@@ -232,6 +232,14 @@ LATER: dict[str, dict] = {
     | {"layer_types": ["full_attention", *["linear_attention"] * 4], "mlp_only_layers": [3]}
     | {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
     | DELTA,
+    "lara_mini": LLAMA
+    | {"model_type": "lara_mini", "num_hidden_layers": 7, "sliding_window": 9, "num_experts": 4}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
+    | DELTA,
+    "afmoe": LLAMA
+    | {"model_type": "afmoe", "num_hidden_layers": 5, "sliding_window": 9, "num_experts": 4, "num_shared_experts": 2}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "route_scale": 1.7, "mup_enabled": True}
+    | {"attention_bias": True},
     "phi": LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
     # The other keys are those of Hunyuan-7B-Instruct.
     "hunyuan_v1_dense": LLAMA

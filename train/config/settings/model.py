@@ -122,7 +122,7 @@ class ModelConfig:
     latent: LatentConfig | None = None  # multi-head latent attention; head_dim and num_kv_heads follow from it
     norm: NormConfig = field(default_factory=NormConfig)
     residual: ResidualConfig = field(default_factory=ResidualConfig)
-    biases: tuple[str, ...] = ()  # those of qkv, output, mlp, head that have a bias
+    biases: tuple[str, ...] = ()  # those of qkv, output, gate, mlp, head that have a bias
     embedding_norm: bool = False
     projection_norm: Literal["none", "together", "each"] = "none"  # of queries and keys: over all heads, or each head
     keys_as_values: bool | tuple[bool, ...] = False  # values are the projected keys; one for all layers or each
