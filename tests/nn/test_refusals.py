@@ -94,7 +94,7 @@ REFUSED = [
     ("latent.norm", lambda: Latent(8, 8, 4, 4, norm=Norm("layer"))),
     ("head_dim", sized(latent=LATENT, num_kv_heads=None, head_dim=16)),
     ("num_kv_heads", sized(latent=LATENT)),
-    ("projection_norm", sized(latent=LATENT, num_kv_heads=None, projection_norm=True)),
+    ("projection_norm", sized(latent=LATENT, num_kv_heads=None, projection_norm="together")),
     ("clip_qkv", sized(latent=LATENT, num_kv_heads=None, clip_qkv=2.0)),
     ("scheme", other_scheme("t5")),
     ("scheme", other_scheme("coca-strict")),

@@ -554,7 +554,7 @@ GPT_OSS = Family(
         "rms_norm_eps": 1e-5,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
-        "router_aux_loss_coef": 0.9,
+        "router_aux_loss_coef": 0.001,
         "attention_bias": True,
         "sliding_window": 128,
         "head_dim": 64,
