@@ -32,6 +32,7 @@ CASES = {
         "norm": Norm(eps=0.05),
         "activation": "swiglu",
         "biases": BIASES,
+        "attention_gate": "elementwise",
         "tied_head": False,
         "embedding_scale": 1.0,
         "query_scale": 0.7,
@@ -52,6 +53,7 @@ CASES = {
         "activation": "geglu-exact",
         "embedding_norm": True,
         "biases": ("output",),
+        "attention_gate": "head",
         "query_scale": 0.2,
         "attention_softcap": 0.5,
     },
@@ -244,6 +246,11 @@ def attention(x, p, c, scheme):
     allowed = (distance >= 0) & (distance < (LENGTH if scheme.mask is None else 3))
     scale = SIZE**-0.5 if c.query_scale is None else c.query_scale
     out, _ = oracles.attention(rotate(q), rotate(k), v, allowed=allowed, scale=scale, softcap=c.attention_softcap)
+    if c.attention_gate is not None:
+        weight, gate_bias = p["gate"]["weight"], p["gate"].get("bias", 0)
+        logits = np.tensordot(x, weight, 1) + gate_bias
+        gate = 1 / (1 + np.exp(-logits))
+        out = out * (gate if weight.ndim == 3 else gate[..., None])
     return np.einsum("bthd,hde->bte", out, p["o"]) + p.get("o_bias", 0)
 
 
