@@ -210,6 +210,50 @@ EXAONE_MOE = Family(
 )
 
 
+def _hy_scheme(values: Values) -> Any:
+    return rope_everywhere(values, norm=QKNorm(eps=values["rms_norm_eps"]))
+
+
+def _hy(values: Values) -> dict[str, Any]:
+    """One layer with one MLP comes first, unless ``mlp_layer_types`` says otherwise."""
+    chooses = Router("sigmoid", correction=True, scale=float(values["router_scaling_factor"]))
+    dense = dense_layers({"first_k_dense_replace": 1} | dict(values))
+    width = shared_width(values, "num_shared_experts")
+    return {"biases": llama_biases(values)["biases"], "scheme": _hy_scheme(values)} | mixture(
+        values, "num_experts", router=chooses, shared_dim=width, dense=dense
+    )
+
+
+HY_V3 = Family(
+    "hy_v3",
+    "HYV3ForCausalLM",
+    OWN_WIDTH,
+    _hy,
+    lambda config: (
+        qkv_bias_value(config)
+        | mlp_types(config)
+        | mixture_values(config, "num_experts")
+        | {"router_scaling_factor": mixture_of(config).router.scale}
+        | shared_value(config, "num_shared_experts")
+        | rope_values(config)
+    ),
+    mixture_tensors(
+        experts_apart() | router("mlp.router.gate.weight", "mlp.expert_bias") | shared_mlp("mlp.shared_mlp."),
+    ),
+    LLAMA_DEFAULTS
+    | default_sizes(131_072, 13312, 8)
+    | {"rms_norm_eps": 1e-5, "head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 192}
+    | {"num_experts_per_tok": 8, "num_shared_experts": 1, "router_scaling_factor": 2.826},
+    {"mlp_bias": False},
+    aliases={"num_local_experts": "num_experts"},
+    inside={
+        ".mlp.router.gate.": ".mlp.gate.",
+        ".mlp.expert_bias": ".mlp.e_score_correction_bias",
+        ".mlp.shared_mlp.": ".mlp.shared_experts.",
+    },
+)
+
+
 def _ernie_dense(values: Values) -> list[int]:
     """The layers outside the range of mixtures, and all but every ``moe_layer_interval``-th inside."""
     count, end = values["num_hidden_layers"], values["moe_layer_end_index"]
@@ -288,4 +332,4 @@ MINIMAX_M2 = Family(
     inside={".block_sparse_moe.": ".mlp."},
 )
 
-CORRECTED_MOE = (GLM4_MOE, SOLAR_OPEN, DOTS1, EXAONE_MOE, ERNIE4_5_MOE, MINIMAX_M2)
+CORRECTED_MOE = (GLM4_MOE, SOLAR_OPEN, DOTS1, EXAONE_MOE, HY_V3, ERNIE4_5_MOE, MINIMAX_M2)

@@ -12,6 +12,7 @@ from posjax.nn.huggingface import (
     gemma_like,
     gpt_like,
     latent_like,
+    llama4,
     llama_like,
     moe_like,
     olmo_like,
@@ -19,7 +20,7 @@ from posjax.nn.huggingface import (
 from posjax.nn.huggingface.family import Family, check_same
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
-_ALL += (*moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE)
+_ALL += (*moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE, llama4.LLAMA4_TEXT)
 _ALL += latent_like.LATENT_LIKE
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""

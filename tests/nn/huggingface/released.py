@@ -230,6 +230,15 @@ MIXTURES: dict[str, dict] = {
     | TWO_OF_SIX
     | {"model_type": "exaone_moe", "num_hidden_layers": 4, "moe_intermediate_size": 40, "num_shared_experts": 2}
     | {"sliding_window": 9, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    "hy_v3": LLAMA
+    | TWO_OF_SIX
+    | {"model_type": "hy_v3", "num_hidden_layers": 3, "moe_intermediate_size": 40, "num_shared_experts": 2}
+    | {"router_scaling_factor": 1.5, "attention_bias": True},
+    "mellum": LLAMA
+    | TWO_OF_SIX
+    | {"model_type": "mellum", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9}
+    | {"moe_intermediate_size": 40, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    | {"rope_parameters": {"full_attention": rope(1e6), "sliding_attention": rope(1e4)}},
     "ernie4_5_moe": LLAMA
     | {"model_type": "ernie4_5_moe", "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 2}
     | {"moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2},

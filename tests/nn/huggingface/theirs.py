@@ -26,7 +26,7 @@ def random_model(values):
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
         for name, number in (*model.named_buffers(), *model.named_parameters()):
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 number.copy_(torch.empty_like(number).uniform_(-0.3, 0.3))
     return model
 
