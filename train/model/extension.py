@@ -182,7 +182,7 @@ def _continued(rule: FrequencyRule, given: Mapping[str, Any], change: dict[str, 
         inherited["original_length"] = rule.original_length
     factor = rule.factor * change["factor"]
     check(
-        name == "yarn" or rule.table_factor == 1,
+        name == "yarn" or rule.table_factor == rule.softmax_scale == 1,
         f"frequencies: {name!r} cannot keep the temperature of the model's own {type(rule).__name__}; use 'yarn'",
     )
     temperature = _temperature(rule, factor) if name == "yarn" else {}

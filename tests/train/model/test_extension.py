@@ -76,7 +76,10 @@ def extended_by_yarn(rule, times):
     return extended(scaled(rule), times * OWN).features.frequencies
 
 
-@pytest.mark.parametrize("own", [{"beta_fast": 16.0, "truncate": False}, {"mscale": 1.0, "mscale_all_dim": 1.0}])
+DEEPSEEK = {"mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize("own", [{"beta_fast": 16.0, "truncate": False}, DEEPSEEK])
 def test_a_yarn_keeps_its_own_options(own):
     """Also both temperatures of DeepSeek."""
     assert extended_by_yarn(rotary.YaRN(32.0, 128, **own), 2) == rotary.YaRN(64.0, 128, **own)
@@ -134,6 +137,7 @@ def test_layers_with_a_window_are_skipped():
         ("frequencies", scaled(rotary.Linear(factor=8.0)), "frequencies", {"name": "dynamic-ntk"}),
         ("frequencies", scaled(rotary.LongRoPE((1.0,) * 8, (2.0,) * 8, 512, 8.0)), "frequencies", {"name": "yarn"}),
         ("yarn", scaled(rotary.YaRN(8.0, 512)), "frequencies", {"name": "llama3"}),
+        ("yarn", scaled(rotary.YaRN(8.0, 512, **DEEPSEEK)), "frequencies", {"name": "ntk-by-parts"}),
         ("frequencies", scaled(LLAMA), "frequencies", {"factor": 16}),
         ("window", LOCAL, "frequencies", {"name": "yarn"}),
         ("remap", pj.Layers((((ROPE, pj.Scheme()), 2),)), "remap", {"name": "streaming"}),
