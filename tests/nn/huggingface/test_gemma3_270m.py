@@ -110,6 +110,7 @@ def sentencepiece_of(values):
 
 def test_the_tokenizer_is_that_of_sentencepiece(tokenizer):
     wanted = sentencepiece_of(read_header(FILE).values)
+    tokenizer.encode_special_tokens = True  # SentencePiece reads special tokens in a text as plain text
     texts = [
         "In 2024, 135 million.",
         "  def f(x):\n\treturn x**2  # \u00e9lan",
