@@ -52,8 +52,9 @@ def _exchanged(exchange: Exchange, parameters, rows, sizes):
     plan = _Plan(exchange, rows, sizes)
 
     def one(number, out):
-        there, received = plan.sent(number, rows)
-        return plan.placed(number, plan.returned(there, plan.outputs(there, parameters, received)), out)
+        there = plan.there(number)
+        outputs = plan.outputs(there, parameters, plan.sent(number, there, rows))
+        return plan.placed(number, plan.returned(there, outputs), out)
 
     return jax.lax.fori_loop(0, plan.rounds, one, plan.blank(jnp.float32))
 
@@ -70,10 +71,9 @@ def _backward(exchange, saved, d_out):
 
     def one(number, so_far):
         d_parameters, d_rows = so_far
-        there, received = plan.sent(number, rows)
-        _, d_received = plan.sent(number, d_out)
-        out, pull = jax.vjp(partial(plan.outputs, there), parameters, received)
-        of_parameters, of_rows = pull(d_received.astype(out.dtype))
+        there = plan.there(number)
+        out, pull = jax.vjp(partial(plan.outputs, there), parameters, plan.sent(number, there, rows))
+        of_parameters, of_rows = pull(plan.sent(number, there, d_out).astype(out.dtype))
         d_rows = plan.placed(number, plan.returned(there, of_rows), d_rows)
         return jax.tree.map(jnp.add, d_parameters, of_parameters), d_rows
 
@@ -121,18 +121,25 @@ class _Plan:
         """Zeros for the rows of this device."""
         return full_varying_like((self.count, self.width), dtype, self.like)
 
-    def sent(self, number, rows: Array) -> tuple[_There, Array]:
-        """The rows that this device receives in a round, sorted by expert."""
-        place = number * self.room + jnp.arange(self.room, dtype=jnp.int32)
-        index = jnp.minimum(self.starts[:, None] + place, self.count - 1)
-        filled = place < self.counts[:, None]
+    def there(self, number) -> _There:
+        """What this device knows of the rows that it receives in a round."""
+        index, filled = self._slots(number)
         first = jnp.arange(self.devices, dtype=jnp.int32)[:, None] * self.own
         experts = self._swapped(jnp.where(filled, self.experts[index] - first, self.own)).reshape(-1)
-        received = self._swapped(jnp.where(filled[..., None], rows[index], 0)).reshape(-1, self.width)
         order = jnp.argsort(experts, stable=True)
         sizes = jnp.sum(experts[:, None] == jnp.arange(self.own), axis=0, dtype=jnp.int32)
-        there = _There(order, jnp.argsort(order), sizes, jnp.minimum(experts[order], self.own - 1))
-        return there, received[order]
+        return _There(order, jnp.argsort(order), sizes, jnp.minimum(experts[order], self.own - 1))
+
+    def sent(self, number, there: _There, rows: Array) -> Array:
+        """The rows that this device receives in a round, sorted by expert; 0 where there are fewer than room."""
+        index, filled = self._slots(number)
+        received = self._swapped(jnp.where(filled[..., None], rows[index], 0))
+        return received.reshape(-1, self.width)[there.order]
+
+    def _slots(self, number) -> tuple[Array, Array]:
+        """The rows of a round for each device, ``[devices, room]``, and which of these there are."""
+        place = number * self.room + jnp.arange(self.room, dtype=jnp.int32)
+        return jnp.minimum(self.starts[:, None] + place, self.count - 1), place < self.counts[:, None]
 
     def outputs(self, there: _There, parameters, received: Array) -> Array:
         """The outputs of this device's experts, float32."""
