@@ -229,15 +229,20 @@ class _Device:
         inverse = jnp.argsort(order)
         experts, weights = experts[order], routing.weights.reshape(-1)[order, None]
         sizes = jnp.sum(experts[:, None] == jnp.arange(spec.count), axis=0, dtype=jnp.int32)
-        rows = _spread(tokens, order, inverse, spec.per_token)
-        if spec.router.on_input:
-            rows = rows * weights.astype(rows.dtype)
+        rows = _spread(tokens, order, inverse, spec.per_token), weights
         own = {name: parameters[name] for name in _OF_EXPERTS if name in parameters}
         if self.experts is None:
-            out = self._of_experts(own, rows, sizes, experts)
+            out = self._weighted(own, rows, sizes, experts)
         else:
-            out = Exchange(self._of_experts, self.experts, self.shards)(own, rows, sizes)
-        return _gathered(out if spec.router.on_input else out * weights, order, inverse, spec.per_token)
+            out = Exchange(self._weighted, self.experts, self.shards)(own, rows, sizes)
+        return _gathered(out, order, inverse, spec.per_token)
+
+    def _weighted(self, parameters, rows, sizes, experts):
+        """``_of_experts`` for rows and their weights."""
+        rows, weights = rows
+        if self.config.experts.router.on_input:
+            return self._of_experts(parameters, rows * weights.astype(rows.dtype), sizes, experts)
+        return self._of_experts(parameters, rows, sizes, experts) * weights
 
     def _of_experts(self, parameters, rows, sizes, experts):
         """For every row the output of its expert, float32; rows are sorted by expert."""
