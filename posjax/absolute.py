@@ -168,15 +168,19 @@ class Learned(Embedding):
 
     It has no vector for positions from ``max_length`` on.
 
-    max_length: how many vectors are learned.
+    max_length: how many positions have a vector.
     stddev: standard deviation of the normal initial values; 0.02 is BERT's and GPT-2's.
+    unused: rows of the table before that of position 0, which nothing reads; OPT has two.
     """
 
     max_length: int
     stddev: float = 0.02
+    unused: int = 0
 
     def __post_init__(self):
         check_count("max_length", self.max_length)
+        check_number("unused", self.unused, at_least=0)
+        check(self.unused == int(self.unused), f"unused must be a whole number, found {describe(self.unused)}")
         fits = self.max_length <= LARGEST
         check(fits, f"max_length must be at most {LARGEST}, as positions are int32; found {describe(self.max_length)}")
         check_number("stddev", self.stddev, at_least=0)
@@ -186,19 +190,24 @@ class Learned(Embedding):
         """``max_length``."""
         return self.max_length
 
-    def init(self, key: Array, model_dim: int) -> dict[str, Float[Array, "max_length model_dim"]]:
-        """``{"embedding": [max_length, model_dim]}``, normal with ``stddev``, float32."""
-        shape = (self.max_length, model_dim)
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return self.max_length + self.unused
+
+    def init(self, key: Array, model_dim: int) -> dict[str, Float[Array, "rows model_dim"]]:
+        """``{"embedding": [rows, model_dim]}``, normal with ``stddev``, float32."""
+        shape = (self.rows, model_dim)
         return {"embedding": self.stddev * jax.random.normal(key, shape, dtype=jnp.float32)}
 
     def embed(
-        self, params: dict[str, Float[Array, "max_length model_dim"]], positions: Positions, model_dim: int
+        self, params: dict[str, Float[Array, "rows model_dim"]], positions: Positions, model_dim: int
     ) -> Float[Array, "*batch length model_dim"]:
         """The embedding of each position, float32; outside the table NaN, or ValueError for a static ``Range``."""
         table = params["embedding"]
-        expected = (self.max_length, model_dim)
+        expected = (self.rows, model_dim)
         check(table.shape == expected, f"embedding must have shape {expected}, found {table.shape}")
-        return self._lookup(table, positions)
+        return self._lookup(table[self.unused :], positions)
 
     def _lookup(self, table, positions):
         return learned(table, positions)

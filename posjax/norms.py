@@ -1,4 +1,4 @@
-"""Norms of queries and keys over each head, before their rotation.
+"""Norms of queries and keys over each head, before their rotation or after it.
 
 The functions keep shapes and dtypes. The specs are ``HeadNorm``.
 """
@@ -52,8 +52,9 @@ def qk_norm(
 ) -> tuple[Float[Array, "*b heads size"], Float[Array, "*b kv_heads size"]]:
     """Root-mean-square norm of queries and keys over each head, with a gain per channel or none.
 
-    With gains it is the norm of Qwen 3 and Gemma 3 and must come before the rotation. Without gains it is that of Llama
-    4 and may come before or after the rotation; with the usual ``1 / sqrt(d)`` logits are then ``sqrt(d) cos(q, k)``.
+    With gains it is the norm of Qwen 3 and Gemma 3 before the rotation, and that of Hunyuan after it. Without gains it
+    is that of Llama 4, and its place makes no difference; with the usual ``1 / sqrt(d)`` logits are then
+    ``sqrt(d) cos(q, k)``.
     """
     return rms_norm(q, q_gain, eps=eps), rms_norm(k, k_gain, eps=eps)
 
@@ -62,7 +63,10 @@ class HeadNorm(abc.ABC):
     """The base class of the specs. A spec is a frozen, hashable dataclass."""
 
     commutes_with_rotation: bool = True
-    """Whether the norm may also come after a rotation."""
+    """Whether it makes no difference on which side of a rotation the norm stands."""
+
+    after_features: bool = False
+    """Whether it norms queries and keys after the features of the scheme, not before them."""
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
         """Learned parameters of one layer, ``{}`` if there are none."""
@@ -106,15 +110,17 @@ class QKNorm(_WithEps):
         gain: learn a gain per channel for the queries and one for the keys, shared by the heads, initially 1.
         eps: added to the mean square.
         unit_offset: multiplies by ``1 + gain``, the gain starting from 0 (Gemma 3).
+        after_features: norms the rotated queries and keys (Hunyuan, nanochat).
     """
 
     gain: bool = True
     eps: float = 1e-6
     unit_offset: bool = False
+    after_features: bool = False
 
     @property
     def commutes_with_rotation(self) -> bool:
-        """False with a gain per channel: it must then come before the rotation."""
+        """False with a gain per channel: its place, before or after the rotation, then matters."""
         return not self.gain
 
     def init(self, key: Array, head_dim: int) -> dict[str, Float[Array, "size"]]:

@@ -74,6 +74,14 @@ def test_learned_looks_up_rows_and_gives_nan_beyond_them():
     assert np.isnan(late).all(axis=1).tolist() == [False, False, True, True]
 
 
+def test_rows_before_position_0_are_not_read():
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+    spec = Learned(2, unused=2)
+    assert spec.init(jax.random.key(0), 3)["embedding"].shape == table.shape
+    np.testing.assert_array_equal(spec.embed({"embedding": table}, Range(0, 2), 3), table[2:])
+    assert np.isnan(spec.embed({"embedding": table}, np.array([-1, 2]), 3)).all()
+
+
 def test_learned_gradient_reaches_the_rows_in_use():
     gradient = jax.jit(jax.grad(lambda table: learned(table, np.array([1, 1, 3])).sum()))(np.zeros((4, 2), np.float32))
     np.testing.assert_array_equal(gradient, [[0, 0], [2, 2], [0, 0], [1, 1]])

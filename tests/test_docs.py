@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import posjax as pj
+from posjax.nn.huggingface import FAMILIES
 from posjax.scheme.registry import SLOTS
 
 ROOT = Path(__file__).parent.parent
@@ -126,6 +127,11 @@ def test_the_examples_of_own_methods_run(names_of_slots):
         assert all(jnp.isfinite(g).all() and jnp.abs(g).max() > 0 for g in slopes)
         assert jnp.isfinite(names.get("out", 0.0)).all()
     assert {"recency", "strided", "wavelengths", "log-rotary"} <= set().union(*SLOTS.values())
+
+
+def test_the_table_of_released_models_has_every_family():
+    families = (ROOT / "docs/released.md").read_text(encoding="utf-8").partition("\n## Families\n")[2]
+    assert re.findall(r"^\| `(\w+)` \|", families, re.M) == ["model_type", *sorted(FAMILIES)]
 
 
 def test_the_map_of_rooms_has_the_floors_in_order():

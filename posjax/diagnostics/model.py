@@ -20,7 +20,7 @@ class Measurement(NamedTuple):
     """The result of ``measure``.
 
     Args:
-        layers: indices, from 0, of the layers in ``anomaly``: those with rotary features or CoCA.
+        layers: indices, from 0, of the layers in ``anomaly``: those with rotary features or CoCA, without a norm after.
         anomaly: ``[layers, heads, planes]``, or None without such layers; see ``rotary_anomaly``, ``coca_anomaly``.
         radians: frequencies of these layers' planes, radians per position ``[layers, planes]``, or None.
         absolute_share: of layers with slack CoCA ``[layers, heads, planes]``, or None; see ``absolute_share``.
@@ -88,6 +88,8 @@ def _powers(columns: int) -> Int[np.ndarray, "queries"]:
 def _anomaly(layer: Layer, *, causal: bool, length: int) -> tuple[Anomaly, Float[np.ndarray, "planes"]] | None:
     features = layer.scheme.features
     settings = {"causal": causal, "mask": layer.scheme.mask, "length": length}
+    if layer.scheme.norm is not None and layer.scheme.norm.after_features:
+        return None
     if isinstance(features, Coca):
         anomaly = coca_anomaly(layer.q, layer.k, features, **settings)
         return anomaly, radians(features.frequencies, 2 * layer.k.shape[-1], length)
@@ -109,7 +111,9 @@ def _rotated(layer: Layer) -> tuple[Array, Array]:
 def _entropy(layer: Layer, queries, *, causal: bool, length: int) -> Float[np.ndarray, "heads queries"]:
     if layer.scheme.linear is not None:
         return np.full((layer.q.shape[2], len(queries)), np.nan)
-    scheme = dataclasses.replace(layer.scheme, norm=None)  # the projections are already normalised
+    norm = layer.scheme.norm
+    early = norm is not None and not norm.after_features
+    scheme = dataclasses.replace(layer.scheme, norm=None) if early else layer.scheme  # the projections are normed
     options = {"params": layer.params, "q_positions": queries, "length": length, "gates": layer.gates, "causal": causal}
     options |= layer.options
     return entropy(scheme, layer.q[:, queries], layer.k, **options).mean(0).T

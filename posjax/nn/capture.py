@@ -16,7 +16,7 @@ from posjax.scheme import Scheme
 
 
 class Layer(NamedTuple):
-    """The inputs of attention in one layer: projections after the norm of the scheme and before its features.
+    """The inputs of attention in one layer: projections before the scheme's features, after a norm before them.
 
     ``gates`` are the result of ``Scheme.prepare`` (FoX), or None. ``options`` are the options of the config that change
     the logits, as arguments of ``Scheme.attend``.
@@ -72,6 +72,6 @@ def _attention_inputs(block: Block, x: Array, inputs: LayerInputs) -> tuple:
     scheme = attention.scheme
     params = plain(attention.learned) | inputs.shared.get(scheme, {})
     q, k, _ = attention._project(x)
-    if scheme.norm is not None:
+    if scheme.norm is not None and not scheme.norm.after_features:
         q, k = scheme.norm.apply(params.get("norm", {}), q, k)
     return params, q, k, scheme.prepare(params, x)

@@ -25,6 +25,7 @@ _LONGEST_PERIOD = 64
 BY_LAYER = ("num_kv_heads", "head_dim", "mlp_dim")
 """The sizes that may differ from layer to layer."""
 
+PROJECTION_NORMS = ("none", "together", "each")
 REMAT = ("none", "dots", "offload", "attention", "full")
 
 
@@ -57,14 +58,15 @@ class DecoderConfig:
             multiple of 8.
         activation: of the MLP, one of ``nn.specs.ACTIVATIONS``. Gated: ``"swiglu"``, ``"geglu"``, ``"geglu-exact"``,
             ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``,
-            ``"relu-squared"``.
+            ``"relu-squared"``, ``"xielu"`` (with two learned numbers in every layer, Apertus).
         experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert.
-        norm: of the residual stream, and of queries and keys with ``projection_norm``.
+        norm: of the residual stream, and with ``projection_norm`` of queries and keys.
         residual: where the norms are, and how attention and MLP are added.
         biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"mlp"`` and ``"head"``.
         embedding_norm: whether a norm follows the embedding (BLOOM).
-        projection_norm: whether queries and keys are normed over all heads together (OLMo 2); to norm each head
-            separately use ``Scheme(norm=QKNorm())``.
+        projection_norm: a norm of queries and keys before the position method, with a gain for every channel of every
+            head: ``"together"``, an RMS norm over all heads at once (OLMo 2), or ``"each"``, a LayerNorm of every head
+            without a bias (Command R+). For a gain that the heads share use ``Scheme(norm=QKNorm())``.
         clip_qkv: queries, keys and values are cut off at this magnitude before the position method (OLMo 1).
         embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others use 1.
         query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite).
@@ -104,7 +106,7 @@ class DecoderConfig:
     residual: Residual = dataclasses.field(default=Residual())
     biases: tuple[str, ...] = ()
     embedding_norm: bool = False
-    projection_norm: bool = False
+    projection_norm: str = "none"
     clip_qkv: float | None = None
     embedding_scale: float | None = None
     query_scale: float | None = None
@@ -142,6 +144,9 @@ class DecoderConfig:
     def _check_numbers(self) -> None:
         for name in self.biases:
             check_choice("biases", name, BIASES)
+        check_choice("projection_norm", self.projection_norm, PROJECTION_NORMS)
+        fits = self.projection_norm != "each" or self.norm.kind == "layer"
+        check(fits, "projection_norm: 'each' is a LayerNorm of every head, as norm must be; use norm.kind layer")
         check_number("logit_scale", self.logit_scale)
         for name in ("embedding_scale", "query_scale"):
             check_number(name, 1 if getattr(self, name) is None else getattr(self, name))

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
@@ -34,6 +35,9 @@ class MLP(nnx.Module):
         self.up_bias = bias_parameter((*experts, hidden), (*lead, "mlp")) if biased else None
         self.gate_bias = bias_parameter((*experts, hidden), (*lead, "mlp")) if biased and gated else None
         self.down_bias = bias_parameter((*experts, width), (*lead, "embed")) if biased else None
+        learned = ACTIVATIONS[config.activation].learned
+        numbers = {name: nnx.Param(jnp.float32(value), logical_axes=()) for name, value in learned.items()}
+        self.activation = nnx.Dict(numbers) if numbers else None
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
         return on_any_mesh(type(self)._mixed, self, x)
@@ -47,7 +51,16 @@ class MLP(nnx.Module):
     def _mixed(self, x):
         up = _product(x, self.up, self.up_bias)
         gate = () if self.gate is None else (_product(x, self.gate, self.gate_bias),)
-        return _product(ACTIVATIONS[self.config.activation].hidden(*gate, up), self.down, self.down_bias)
+        return _product(self._hidden(*gate, up), self.down, self.down_bias)
+
+    def _hidden(self, *parts):
+        """The hidden units, from ``gate x``, if there is a gate, and ``up x``."""
+        return ACTIVATIONS[self.config.activation].hidden(*parts, **self._learned)
+
+    @property
+    def _learned(self) -> dict[str, Array]:
+        """The numbers that the activation learns."""
+        return {} if self.activation is None else {name: leaf[...] for name, leaf in self.activation.items()}
 
 
 def _product(x, matrix: nnx.Param, bias: nnx.Param | None):

@@ -22,7 +22,7 @@ from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.nn.experts import ExpertsMLP, Load
 from posjax.nn.mlp import MLP
-from posjax.nn.norms import RMSNorm, make_norm
+from posjax.nn.norms import make_norm, projection_norm
 from posjax.nn.parameters import (
     bias_parameter,
     from_heads,
@@ -92,11 +92,9 @@ class Attention(nnx.Module):
         self.learned = scheme_parameters(made)
         axes = {"q": ("heads", "head_dim"), "k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim")}
         biased = "qkv" in config.biases
-        normed = config.projection_norm
         biases = [bias_parameter(shapes[name][1:], axes[name]) if biased else None for name in "qkv"]
         self.q_bias, self.k_bias, self.v_bias = biases
-        norms = [RMSNorm(shapes[name][1:], axes[name], config.norm) if normed else None for name in "qk"]
-        self.q_norm, self.k_norm = norms
+        self.q_norm, self.k_norm = (projection_norm(config, shapes[name][1:], axes[name]) for name in "qk")
         self.o_bias = bias_parameter((width,), ("embed",)) if "output" in config.biases else None
 
     def __call__(

@@ -1,11 +1,14 @@
 """Norms of the residual stream, and of projections over all heads."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from posjax._numbers import align_ranks
+from posjax.nn.config import DecoderConfig
 from posjax.nn.parameters import bias_parameter, on_any_mesh, plus
 from posjax.nn.specs import Norm
 from posjax.norms import rms_norm
@@ -36,15 +39,16 @@ class LayerNorm(nnx.Module):
     """``(x - mean) / sqrt(var + eps) * gain + bias`` over the last axis, in float32; see ``Norm``.
 
     Args:
-        size: of the last axis.
-        axis: its logical name.
+        shape: of the gain and the bias, the sizes of the last axes of ``x``.
+        axes: their logical names.
         spec: ``eps``, ``bias``, ``unit_offset`` and ``gain`` are read.
     """
 
-    def __init__(self, size: int, axis: str = "embed", spec: Norm | None = None):
-        self.spec, self.shape = Norm("layer") if spec is None else spec, (size,)
-        self.gain = _gain((size,), (axis,), self.spec)
-        self.bias = bias_parameter((size,), (axis,)) if self.spec.bias else None
+    def __init__(self, shape: int | tuple[int, ...], axes: str | tuple[str, ...] = "embed", spec: Norm | None = None):
+        shape, axes = (shape,) if isinstance(shape, int) else shape, (axes,) if isinstance(axes, str) else axes
+        self.spec, self.shape = Norm("layer") if spec is None else spec, shape
+        self.gain = _gain(shape, axes, self.spec)
+        self.bias = bias_parameter(shape, axes) if self.spec.bias else None
 
     def __call__(self, x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:
         return on_any_mesh(LayerNorm._normed, self, x)
@@ -60,6 +64,15 @@ class LayerNorm(nnx.Module):
 def make_norm(size: int, spec: Norm) -> RMSNorm | LayerNorm:
     """The norm of the residual stream for a spec."""
     return (RMSNorm if spec.kind == "rms" else LayerNorm)(size, "embed", spec)
+
+
+def projection_norm(config: DecoderConfig, shape: tuple[int, ...], axes: tuple[str, ...]) -> RMSNorm | LayerNorm | None:
+    """The norm of queries or keys ``[..., heads, size]`` by ``config.projection_norm``."""
+    if config.projection_norm == "none":
+        return None
+    if config.projection_norm == "together":
+        return RMSNorm(shape, axes, config.norm)
+    return LayerNorm(shape, axes, dataclasses.replace(config.norm, bias=False))
 
 
 def _gain(shape: tuple[int, ...], axes: tuple[str, ...], spec: Norm) -> nnx.Param | None:

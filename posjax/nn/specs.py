@@ -1,13 +1,15 @@
 """Norms, residuals, experts and activations of the blocks of a decoder, as frozen, hashable specs."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from posjax._checks import check, check_choice, check_count, check_counts, check_flags, check_number, describe
+from posjax._numbers import widened
 
 NORMS = ("rms", "layer")
 PLACES = ("before", "after", "both")
@@ -29,7 +31,7 @@ class Norm:
         eps: added to the mean square or to the variance. Llama and its relatives are released with 1e-5 or 1e-6.
         bias: whether a LayerNorm learns a bias.
         unit_offset: whether the factor is ``1 + gain``, with a gain that starts from 0 (Gemma).
-        gain: False leaves out the gain (OLMo 1).
+        gain: False leaves out the gain (OLMo 1, nanochat).
     """
 
     kind: str = "rms"
@@ -211,12 +213,32 @@ def _clamped_swiglu(gate: Float[Array, "*b"], up: Float[Array, "*b"]) -> Float[A
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
+def _xielu(x: Float[Array, "*b"], *, alpha_p: Float[Array, ""], alpha_n: Float[Array, ""]) -> Float[Array, "*b"]:
+    """``p x^2 + x / 2`` above 0, else ``n (e^x - 1 - x) + x / 2`` (Huang and Schlag, arXiv 2411.13010).
+
+    The learned numbers set ``p = softplus(alpha_p)`` and ``n = softplus(alpha_n) + 1 / 2``. The exponent is at most
+    -1e-6, as in Apertus.
+    """
+    wide = widened(x)
+    p, n = (jax.nn.softplus(alpha.astype(wide.dtype)) for alpha in (alpha_p, alpha_n))
+    below = (n + XIELU_BETA) * (jnp.expm1(jnp.minimum(wide, XIELU_EPS)) - wide)
+    return (jnp.where(wide > 0, p * wide * wide, below) + XIELU_BETA * wide).astype(x.dtype)
+
+
+XIELU_BETA, XIELU_EPS = 0.5, -1e-6
+"""The fixed numbers of xIELU."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """The hidden units of an MLP: a function of ``gate x`` and ``up x`` if ``gated``, otherwise of ``up x``."""
+    """The hidden units of an MLP: a function of ``gate x`` and ``up x`` if ``gated``, otherwise of ``up x``.
+
+    ``learned`` are the initial values of numbers that every MLP learns, arguments of the function by name.
+    """
 
     hidden: Callable[..., Array]
     gated: bool
+    learned: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def _gated(act: Callable[[Array], Array]) -> Activation:
@@ -235,5 +257,6 @@ ACTIVATIONS = {
     "gelu-exact": Activation(_exact_gelu, False),
     "relu": Activation(jax.nn.relu, False),
     "relu-squared": Activation(_squared_relu, False),
+    "xielu": Activation(_xielu, False, {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}),
 }
 """Activations by name. ``gelu`` and ``geglu`` use the tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415)."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Protocol
 
-from posjax._checks import check, check_choice, check_count, check_counts, check_number, describe
+from posjax._checks import check, check_choice, check_count, check_counts, check_number, check_positive, describe
 from posjax.rotary.dynamic import DynamicNTK
 from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.model_types import MODEL_TYPES, NO_ROTARY, UNREADABLE
@@ -274,12 +274,29 @@ def _rope_type(parameters: Config, config: Config) -> str:
     return name
 
 
+def _without_alpha(parameters: Config, config: Config, size: int | None) -> Config:
+    """Hunyuan's "dynamic" with an ``alpha``, which does not depend on the length: plain RoPE of a larger base.
+
+    The base is ``rope_theta * alpha^(d / (d - 2))``. transformers reads no other key beside it.
+    """
+    alpha = parameters.get("alpha")
+    dynamic = parameters.get("rope_type", parameters.get("type")) == "dynamic"
+    if not alpha or not dynamic or not str(config.get("model_type")).startswith("hunyuan"):
+        return parameters
+    check_positive("alpha", alpha)
+    check(size is not None and size > 2, f"alpha needs the size of a head, above 2; found head_dim {describe(size)}")
+    base = parameters.get("rope_theta", config.get("rope_theta", 10_000.0))
+    check_positive("rope_theta", base)
+    return {"rope_type": "default", "rope_theta": base * alpha ** (size / (size - 2))}
+
+
 def _rule(parameters: Config, config: Config, row: Config, layer: str | None = None) -> FrequencyRule:
     """The rule of one flat dictionary."""
+    size = _head_dim(config, row, layer)
+    parameters = _without_alpha(parameters, config, size)
     name = _rope_type(parameters, config)
     cls = _RULES[name]
     options = _options(name, cls, parameters, config)
-    size = _head_dim(config, row, layer)
     width = _rotated_channels(config, row)
     share = _share(parameters, config, row, size)
     check_number("partial_rotary_factor", share)

@@ -191,6 +191,23 @@ def _check_norm(scheme: Choices) -> None:
         "norm does not compose with CoCA: the size of its half-width key t is the strength of each plane, which a "
         "norm would remove; leave norm out",
     )
+    if scheme.norm is not None and scheme.norm.after_features:
+        _check_late_norm(scheme)
+
+
+def _check_late_norm(scheme: Choices) -> None:
+    """A norm after the features must not remove what they add to the sizes of queries and keys."""
+    check(
+        scheme.features is None or type(scheme.features) is rotary.Rotary,
+        f"norm: after_features=True needs rotary.Rotary or no features, found {describe(scheme.features)}",
+    )
+    rule = scheme.feature_map_or_identity.frequencies
+    check(
+        rule is None or rule.table_factor == 1,
+        f"norm: after the rotation it removes the temperature of {type(rule).__name__}; use a rule without one, such "
+        "as NTKByParts, with scale=YaRNTemperature",
+    )
+    check(scheme.linear is None, "norm: after_features=True does not compose with linear attention; leave it out")
 
 
 def _check_contextual(scheme: Choices) -> None:

@@ -165,11 +165,18 @@ class SoftmaxAttention:
         """Keys and values after the norm and the maps that never change, for features at positions ``at``."""
         features = self.scheme.feature_map_or_identity
         learned = params.get("features", {})
-        if self.scheme.norm is not None:
-            k = self.scheme.norm.apply(params.get("norm", {}), k, k)[1]
+        k = self._normed(params, k, 1)
         if self.caches != "rotated":
             return features.compact(k), v
-        return features.key(learned, k, at, **sizes), features.value(learned, v, at, **sizes)
+        k = self._normed(params, features.key(learned, k, at, **sizes), 1, mapped=True)
+        return k, features.value(learned, v, at, **sizes)
+
+    def _normed(self, params: Params, x: Array, part: int, *, mapped: bool = False) -> Array:
+        """Queries (part 0) or keys (part 1), normed if the norm stands on this side of the features."""
+        norm = self.scheme.norm
+        if norm is None or norm.after_features != mapped:
+            return x
+        return norm.apply(params.get("norm", {}), x, x)[part]
 
     def attend_cached(
         self,
@@ -224,14 +231,15 @@ class SoftmaxAttention:
         learned = params.get("features", {})
         rotated = self.caches == "rotated"
         at_q, at_k = where.queries(features, q), where.keys(features, k)
-        if self.scheme.norm is not None:
-            q = self.scheme.norm.apply(params.get("norm", {}), q, q)[0]
+        finish = partial(self._normed, params, mapped=True)
+        q = self._normed(params, q, 0)
         v = v if rotated else features.value(learned, v, at_k, **where.sizes)
         if self.scheme.remap is not None:
             q, k, remap = self.scheme.remap.branches(features, learned, q, k, at_q, at_k, **where.sizes)
-            return q, k, v, remap
-        k = k if rotated else features.key(learned, k, at_k, **where.sizes)
-        return features.query(learned, q, at_q, **where.sizes), k, v, ()
+            remap = tuple(dataclasses.replace(part, q=finish(part.q, 0), k=finish(part.k, 1)) for part in remap)
+            return finish(q, 0), finish(k, 1), v, remap
+        k = k if rotated else finish(features.key(learned, k, at_k, **where.sizes), 1)
+        return finish(features.query(learned, q, at_q, **where.sizes), 0), k, v, ()
 
     def _finished(self, out, params: Params, at_q, where: TokenPositions):
         """The result of attention, with or without residuals, after the map of outputs."""

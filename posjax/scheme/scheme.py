@@ -4,9 +4,10 @@ For query i, key j and head h every method of this library computes
 
     z_h(i, j) = c_h(i) <phi(q_i, p_i), psi(k_j, p_j)> / sqrt(d) + b_h(p_i, p_j)      where allowed(i, j)
 
-and a ``Scheme`` names phi and psi (``features``, after ``norm``), c (``scale``), b (``bias``) and allowed (``mask``);
-``remap`` scores distant pairs by other distances, ``sinks`` take part in the normalisation, ``embedding`` is added to
-the token embeddings, ``training_positions`` draws the positions of training, and ``linear`` replaces the softmax.
+and a ``Scheme`` names phi and psi (``features``, and a ``norm`` before or after them), c (``scale``), b (``bias``) and
+allowed (``mask``); ``remap`` scores distant pairs by other distances, ``sinks`` take part in the normalisation,
+``embedding`` is added to the token embeddings, ``training_positions`` draws the positions of training, and ``linear``
+replaces the softmax.
 Slots compose freely; slots that do not compose raise ValueError when the scheme is built, with the reason.
 """
 
@@ -53,7 +54,7 @@ class Scheme(Choices):
 
     Args:
         embedding: added to the token embeddings: ``absolute.Sinusoidal``, ``absolute.Learned``, ...
-        norm: of queries and keys, before the features: ``norms.KeyNorm``, ``norms.QKNorm``, ...
+        norm: of queries and keys, before the features or after them: ``norms.KeyNorm``, ``norms.QKNorm``, ...
         features: the maps phi and psi: ``rotary.Rotary``, ``coca.Coca``, ...; the plain projections when left out.
         scale: a factor of every query: ``scales.LogN``, ``scales.SSMax``, ...
         bias: added to the logits: ``bias.ALiBi``, ``bias.T5``, ``bias.FoX``, ...

@@ -58,6 +58,8 @@ REFUSED = [
     ("num_layers", sized(num_layers=0)),
     ("num_layers", sized(scheme=pj.Layers((((ROPE,), 3),)), num_layers=4)),
     ("activation", sized(activation="swigul")),
+    ("projection_norm", sized(projection_norm="all")),
+    ("projection_norm", sized(projection_norm="each")),
     ("biases", sized(biases=("qvk",))),
     ("remat", sized(remat="dot")),
     ("compute_dtype", sized(compute_dtype="float16")),

@@ -41,7 +41,7 @@ CASES = {
         "norm": Norm(eps=0.05, unit_offset=True),
         "residual": Residual("after"),
         "activation": "geglu",
-        "projection_norm": True,
+        "projection_norm": "together",
         "attention_softcap": 0.8,
         "logit_softcap": 1.5,
         "logit_scale": 2.0,
@@ -69,6 +69,7 @@ CASES = {
     },
     "parallel, after": {"norm": LAYER, "residual": Residual("after", parallel=True), "activation": "gelu-exact"},
     "no gain": {"norm": Norm("layer", 0.05, gain=False), "activation": "relu-squared", "clip_qkv": 0.7},
+    "learned": {"norm": LAYER, "activation": "xielu", "projection_norm": "each", "num_layers": 1},
     "shared": {
         "norm": LAYER,
         "residual": Residual(parallel=True, shared_norm=True),
@@ -80,7 +81,7 @@ CASES = {
     "shared, both": {
         "residual": Residual("both", parallel=True, shared_norm=True, scale=0.5),
         "activation": "relu",
-        "projection_norm": True,
+        "projection_norm": "together",
         "biases": ("qkv",),
         "embedding_norm": True,
     },
@@ -177,6 +178,12 @@ def clamped(gate, up):
     return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
 
 
+def xielu(x, alpha_p, alpha_n):
+    """Equation of arXiv 2411.13010, section 3, with beta 1/2."""
+    p, n = np.log1p(np.exp(alpha_p)), 0.5 + np.log1p(np.exp(alpha_n))
+    return np.where(x > 0, p * x**2, n * (np.exp(np.minimum(x, 0)) - 1 - x)) + x / 2
+
+
 HIDDEN = {
     "swiglu": lambda gate, up: silu(gate) * up,
     "swiglu-clamped": clamped,
@@ -188,6 +195,7 @@ HIDDEN = {
     "gelu-exact": exact_gelu,
     "relu": relu,
     "relu-squared": lambda x: relu(x) ** 2,
+    "xielu": xielu,
 }
 
 
@@ -209,8 +217,9 @@ def rotate(x):
 def projected(x, p, c):
     """Queries, keys and values, before they are rotated."""
     q, k, v = (np.einsum("bte,ehd->bthd", x, p[name]) + p.get(f"{name}_bias", 0) for name in "qkv")
-    if c.projection_norm:
-        q, k = (norm(y, p[f"{name}_norm"], c.norm, axes=(-2, -1)) for name, y in (("q", q), ("k", k)))
+    if c.projection_norm != "none":
+        axes = (-2, -1) if c.projection_norm == "together" else (-1,)
+        q, k = (norm(y, p[f"{name}_norm"], c.norm, axes) for name, y in (("q", q), ("k", k)))
     return (q, k, v) if c.clip_qkv is None else tuple(np.clip(y, -c.clip_qkv, c.clip_qkv) for y in (q, k, v))
 
 
@@ -228,7 +237,7 @@ def attention(x, p, c, scheme):
 
 def mlp(x, p, c):
     parts = [x @ p[name] + p.get(f"{name}_bias", 0) for name in ("gate", "up") if name in p]
-    return HIDDEN[c.activation](*parts) @ p["down"] + p.get("down_bias", 0)
+    return HIDDEN[c.activation](*parts, **p.get("activation", {})) @ p["down"] + p.get("down_bias", 0)
 
 
 def norms_of(c, first):

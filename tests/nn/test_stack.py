@@ -112,7 +112,7 @@ def test_matrices_start_at_the_inverse_root_of_their_inputs():
 
 def test_axes_have_names():
     """A trainer splits parameters by these names."""
-    settings = config(pj.scheme("alibi", learned=True), projection_norm=True, **WHOLE)
+    settings = config(pj.scheme("alibi", learned=True), projection_norm="together", **WHOLE)
     model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0)))
     names = logical_axes(model)
     jax.tree.map(lambda leaf, axes: chex.assert_rank(leaf, len(axes)), nnx.to_pure_dict(nnx.state(model)), names)

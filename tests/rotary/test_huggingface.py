@@ -52,6 +52,7 @@ NESTED = {
     },
 }
 OF_FULL = YaRN(4.0, 64, truncate=False, base=1e6, head_dim=512, partial_rotary_factor=0.5)
+HUNYUAN = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
 READ = [
     (version_4(None), Plain(5e5, head_dim=16)),
     (version_4({"type": "linear", "factor": 2.0}), Linear(2.0, base=5e5, head_dim=16)),
@@ -78,6 +79,9 @@ READ = [
     ({"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500}, Plain(500, partial_rotary_factor=0.5)),
     ({"model_type": "gptj", "n_embd": 4096, "n_head": 16, "rotary_dim": 64},
      Plain(head_dim=256, partial_rotary_factor=0.25)),
+    # Hunyuan's alpha; its third version states the base that follows from it, 11158840.
+    ({"model_type": "hunyuan_v1_dense", "head_dim": 128, "rope_theta": 1e4, "rope_scaling": HUNYUAN},
+     Plain(1e4 * 1000**(128 / 126), head_dim=128)),
     (QWEN3, Plain(head_dim=128)),
     (QWEN3 | {"head_dim": None}, Plain(head_dim=64)),
     (QWEN3 | {"rope_theta": 1e6, "rope_scaling": ATTN}, YaRN(4.0, 32768, base=1e6, head_dim=128)),

@@ -20,6 +20,7 @@ from posjax.scheme.registry import slot
 
 ROPE, NOPE, ALIBI, T5, LINEAR = map(pj.scheme, ("rope", "nope", "alibi", "t5", "linear-elu"))
 HUGE = 2**63
+LATE = norms.QKNorm(after_features=True)
 
 # --- the numbers and choices of specs ---------------------------------------------------------------------------------
 
@@ -29,7 +30,7 @@ NEGATIVE = (-1, math.nan)
 BELOW_ONE = (0.5, math.nan)
 ABOVE_ONE = (1, 0.5, math.nan)
 BASE = {"base": ABOVE_ONE}
-TABLE = {"max_length": NOT_A_COUNT, "stddev": NEGATIVE}
+TABLE = {"max_length": NOT_A_COUNT, "stddev": NEGATIVE, "unused": (-1, 2.5, math.nan)}
 SIZE = {"size": NOT_A_COUNT}
 LENGTH = {"length": ABOVE_ONE}
 SPECS = [
@@ -175,6 +176,9 @@ CALLS = [
     ("bias", lambda: pj.scheme("linear-elu", bias={"name": "alibi"})),
     ("features", lambda: pj.scheme("linear-elu", features={"name": "xpos"})),
     ("norm", lambda: pj.scheme("performer", norm={"name": "key-norm"})),
+    ("norm", lambda: ROPE.replace(norm=LATE, frequencies=rotary.YaRN(4.0, 8))),
+    ("norm", lambda: pj.scheme("xpos", norm=LATE)),
+    ("norm", lambda: pj.scheme("linear-elu", norm=LATE)),
     ("frequencies", lambda: pj.scheme("linear-elu", frequencies=DYNAMIC)),
     ("features", lambda: pj.scheme("linear-elu", frequencies=YARN)),
     ("scale", lambda: pj.scheme("rope", frequencies=YARN, scale={"name": "yarn", "extension": 4.0})),

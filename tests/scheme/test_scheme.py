@@ -90,6 +90,35 @@ def test_rope_with_learned_norm_and_scale_is_their_formula():
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_norm_after_the_rotation_norms_what_attention_reads(window):
+    """With ReRoPE, whose far pairs have the queries at the window and the keys at 0, those as well."""
+    scheme = pj.scheme("rope", norm=norms.QKNorm(after_features=True))
+    scheme = scheme if window is None else scheme.extend(remap={"name": "rerope", "window": window})
+    q, k, v = projections()
+    gains = {"q": draw(SIZE, 5), "k": draw(SIZE, 6)}
+    params = {"norm": jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), gains)}
+
+    def mapped(x, gain, at):
+        turn = np.exp(1j * np.reshape(at, (-1, 1, 1)) * 10_000.0 ** (-np.arange(4) / 4))
+        turned = (x[..., :4] + 1j * x[..., 4:]) * turn
+        x = np.concatenate([turned.real, turned.imag], -1)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * gain
+
+    n = np.arange(TOKENS)
+    distance = n[:, None] - n
+    far = () if window is None else ((mapped(q, gains["q"], window), mapped(k, gains["k"], 0), (distance >= window)),)
+    wanted, _ = oracles.attention(
+        mapped(q, gains["q"], n),
+        mapped(k, gains["k"], n),
+        v,
+        allowed=distance >= 0,
+        remap=[(*both, where[None, None]) for *both, where in far],
+    )
+    found = jax.jit(lambda *qkv: scheme.attend(*qkv, params=params))(Q, K, V)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
 def test_the_causal_default_counts_keys_by_position_and_a_given_count_wins():
     scheme = pj.scheme("nope", scale=scales.LogN(4, minimum=1))
     n = np.arange(TOKENS)

@@ -139,11 +139,16 @@ def search_factors(
 
 
 def check_searchable(config: Config) -> Scheme:
-    """The run's scheme. Raises ValueError unless every layer rotates by plain RoPE over the whole head."""
+    """The run's scheme. Raises ValueError unless every layer rotates by plain RoPE over the whole head.
+
+    LongRoPE has a temperature, which a norm after the rotation would remove.
+    """
     scheme = scheme_of(config)
     rule = scheme.features.frequencies if isinstance(scheme, Scheme) and scheme.rotates else None
     plain = type(rule) is rotary.Plain and rule.partial_rotary_factor == 1
     check(plain, f"search rescales plain RoPE over the whole head of every layer; {config.scheme.name!r} is not that")
+    late = scheme.norm is not None and scheme.norm.after_features
+    check(not late, "search: this model norms queries and keys after their rotation, which removes a temperature")
     return scheme
 
 

@@ -19,7 +19,7 @@ from posjax.nn.huggingface.family import (
     types_of,
     window_of,
 )
-from posjax.nn.huggingface.gpt_like import ALL_BIASES, LAYER_NORM, matrix, mlp, norm, output
+from posjax.nn.huggingface.gpt_like import ALL_BIASES, LAYER_NORM, PLAIN_TANH, matrix, mlp, norm, output
 from posjax.nn.huggingface.llama_like import (
     EMBEDDING,
     FINAL_NORM,
@@ -52,6 +52,11 @@ def _family(
     return Family(name, architecture, KEYS, read, write, tensors, defaults, **({"eps": "layer_norm_eps"} | options))
 
 
+def _each_head(normed: bool) -> str:
+    """``projection_norm`` of models whose queries and keys may be normed."""
+    return "each" if normed else "none"
+
+
 # --- Cohere -----------------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +73,11 @@ def _cohere_values(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _cohere_tensors(config: DecoderConfig) -> dict[str, View]:
-    return EMBEDDING | FINAL_NORM | norms(attention_norm="input_layernorm") | projections()
+    views = EMBEDDING | FINAL_NORM | norms(attention_norm="input_layernorm") | projections()
+    for name, heads in (("q", "heads"), ("k", "kv_heads")):
+        tensor = f"{LAYER}self_attn.{name}_norm.weight"
+        views[f"block/attention/{name}_norm/gain"] = View(tensor, f"{heads} size -> {heads} size")
+    return views
 
 
 _COHERE_DEFAULTS = default_sizes(8192, 22528) | {"logit_scale": 0.0625, "tie_word_embeddings": True}
@@ -94,11 +103,13 @@ COHERE2 = _family(
 COHERE = _family(
     "cohere",
     "CohereForCausalLM",
-    lambda values: _cohere(values) | {"scheme": rope_everywhere(values, "interleaved")},
-    _cohere_values,
+    lambda values: (
+        _cohere(values)
+        | {"projection_norm": _each_head(values["use_qk_norm"]), "scheme": rope_everywhere(values, "interleaved")}
+    ),
+    lambda config: _cohere_values(config) | {"use_qk_norm": config.projection_norm == "each"},
     _cohere_tensors,
-    _COHERE_DEFAULTS,
-    fixed={"use_qk_norm": False},
+    _COHERE_DEFAULTS | {"use_qk_norm": False},
     norm=Norm("layer"),
 )
 
@@ -121,7 +132,7 @@ STARCODER2 = _family(
     | {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "use_bias": True},
     norm=LAYER_NORM,
     eps="norm_epsilon",
-    activations={"gelu_pytorch_tanh": "gelu"} | PLAIN,  # the name that its releases use
+    activations=PLAIN_TANH,
 )
 
 
@@ -130,22 +141,35 @@ def _stablelm(values: Values) -> dict[str, Any]:
     parallel = values["use_parallel_residual"]
     return {
         "biases": biases(qkv=values["use_qkv_bias"]),
+        "projection_norm": _each_head(values["qk_layernorm"]),
         "residual": Residual(parallel=parallel, shared_norm=parallel),
         "scheme": rope_everywhere(values),
     }
+
+
+def _stablelm_values(config: DecoderConfig) -> dict[str, Any]:
+    return partial_rope_values(config) | {
+        "qk_layernorm": config.projection_norm == "each",
+        "use_parallel_residual": config.residual.parallel,
+        "use_qkv_bias": "qkv" in config.biases,
+    }
+
+
+_LAYER_NORMS_OF_HEADS = {
+    f"block/attention/{name}_norm/gain": View(
+        f"{LAYER}self_attn.{name}_layernorm.norms.{{head}}.weight", "size -> size"
+    )
+    for name in "qk"
+}
 
 
 STABLELM = _family(
     "stablelm",
     "StableLmForCausalLM",
     _stablelm,
-    lambda config: (
-        {"use_qkv_bias": "qkv" in config.biases, "use_parallel_residual": config.residual.parallel}
-        | partial_rope_values(config)
-    ),
-    lambda config: EMBEDDING | _NORMS | projections(),
-    default_sizes(4096, 6912, 32) | {"use_qkv_bias": False, "use_parallel_residual": False},
-    fixed={"qk_layernorm": False},
+    _stablelm_values,
+    lambda config: EMBEDDING | _NORMS | projections() | _LAYER_NORMS_OF_HEADS,
+    default_sizes(4096, 6912, 32) | dict.fromkeys(("use_qkv_bias", "use_parallel_residual", "qk_layernorm"), False),
     norm=LAYER_NORM,
 )
 

@@ -49,6 +49,7 @@ class Family:
         eps: the key of that eps; empty if ``config.json`` has none, and ``norm`` says it.
         activation: the key of the activation; empty if ``config.json`` has none that can be chosen.
         activations: the activations by their names under that key.
+        constants: tensors of every layer that hold one number, the same in all models of the family.
         by_layer: the sizes, of ``config.BY_LAYER``, that may differ from layer to layer.
     """
 
@@ -69,6 +70,7 @@ class Family:
     eps: str = "rms_norm_eps"
     activation: str = "hidden_act"
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: GATED)
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     by_layer: Sequence[str] = ()
 
     def read_basics(self, values: Values) -> dict[str, Any]:
@@ -94,10 +96,11 @@ def sizes_of(config: DecoderConfig) -> dict[str, int]:
         "kv_heads": config.num_kv_heads,
         "each": config.num_heads // config.num_kv_heads,
         "size": config.head_dim,
+        "half": config.head_dim // 2,
         "mlp": config.mlp_dim,
         "experts": 0 if config.experts is None else config.experts.count,
         "shared": 0 if config.experts is None else config.experts.shared_dim or 0,
-        "positions": getattr(config.layers.embedding, "max_length", 0),
+        "positions": getattr(config.layers.embedding, "rows", 0),
     }
 
 

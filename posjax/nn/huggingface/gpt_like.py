@@ -23,6 +23,8 @@ from posjax.scheme import Scheme
 EQUAL = ("q", "heads"), ("k", "heads"), ("v", "heads")
 ALL_BIASES = ("qkv", "output", "mlp")
 LAYER_NORM = Norm("layer", bias=True)
+PLAIN_TANH = {"gelu_pytorch_tanh": "gelu"} | PLAIN
+"""``PLAIN``, but the approximate GELU is written by this name."""
 
 
 def norm(ours: str, theirs: str) -> dict[str, View]:
@@ -75,6 +77,11 @@ def tables(embedding: str, head: str) -> dict[str, View]:
     }
 
 
+def positions(name: str) -> dict[str, View]:
+    """The view of learned positions."""
+    return {"embedding/embedding/embedding": View(f"{name}.weight", "positions embed -> positions embed")}
+
+
 # --- GPT-2 ------------------------------------------------------------------------------------------------------------
 
 _GPT_KEYS = {
@@ -96,7 +103,7 @@ _GPT_BUFFERS = ("attn.bias", "attn.masked_bias", "attn.embed_positions")
 def _gpt2_tensors(config: DecoderConfig) -> dict[str, View]:
     """The views of GPT-2, whose Conv1D layers hold the transposes of the matrices of Linear layers."""
     views = tables("transformer.wte", "lm_head")
-    views["embedding/embedding/embedding"] = View("transformer.wpe.weight", "positions embed -> positions embed")
+    views |= positions("transformer.wpe")
     for part, name in enumerate("qkv"):
         heads = "embed (3 heads size) -> embed heads size"
         fused_name = f"{_H}attn.c_attn"
@@ -105,15 +112,19 @@ def _gpt2_tensors(config: DecoderConfig) -> dict[str, View]:
     views |= matrix("block/attention/o", f"{_H}attn.c_proj", "(heads size) embed -> heads size embed")
     views |= matrix("block/mlp/up", f"{_H}mlp.c_fc", "embed mlp -> embed mlp", "mlp -> mlp")
     views |= matrix("block/mlp/down", f"{_H}mlp.c_proj", "mlp embed -> mlp embed")
-    views |= norm("block/attention_norm", f"{_H}ln_1") | norm("block/mlp_norm", f"{_H}ln_2")
+    return views | _gpt2_norms()
+
+
+def _gpt2_norms() -> dict[str, View]:
+    views = norm("block/attention_norm", f"{_H}ln_1") | norm("block/mlp_norm", f"{_H}ln_2")
     return views | norm("norm", "transformer.ln_f")
 
 
-def _learned(config: DecoderConfig) -> dict[str, int]:
+def _learned(config: DecoderConfig) -> int:
     """The number of learned positions. Raises ValueError for a decoder without them."""
     spec = config.layers.embedding
-    check(type(spec) is absolute.Learned, f"embedding: GPT-2 has learned positions, found {spec}")
-    return {"n_positions": spec.max_length}
+    check(type(spec) is absolute.Learned, f"embedding: this layout has learned positions, found {spec}")
+    return spec.max_length
 
 
 GPT2 = Family(
@@ -121,7 +132,7 @@ GPT2 = Family(
     "GPT2LMHeadModel",
     _GPT_KEYS,
     lambda values: {"biases": ALL_BIASES, "scheme": Scheme(embedding=absolute.Learned(values["n_positions"]))},
-    _learned,
+    lambda config: {"n_positions": _learned(config)},
     _gpt2_tensors,
     _GPT_DEFAULTS | {"tie_word_embeddings": True},
     {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
@@ -130,6 +141,97 @@ GPT2 = Family(
     _GPT_ALIASES,
     norm=LAYER_NORM,
     eps="layer_norm_epsilon",
+    activation="activation_function",
+    activations=PLAIN,
+)
+
+# --- GPT-BigCode ------------------------------------------------------------------------------------------------------
+
+
+def _bigcode_tensors(config: DecoderConfig) -> dict[str, View]:
+    """The views of StarCoder: one key head after all queries, or like Megatron a query, a key and a value per head."""
+    views = tables("transformer.wte", "lm_head") | positions("transformer.wpe") | _gpt2_norms()
+    one = config.num_kv_heads == 1
+    rows, parts = ("heads+kv_heads+kv_heads size", _ONE_KEY_HEAD) if one else ("heads 3 size", EQUAL)
+    views |= fused(f"{_H}attn.c_attn", rows, parts)
+    return views | output(_H, "attn.c_proj") | mlp(_H, "mlp.c_fc", "mlp.c_proj")
+
+
+_ONE_KEY_HEAD = ("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")
+
+GPT_BIGCODE = Family(
+    "gpt_bigcode",
+    "GPTBigCodeForCausalLM",
+    _GPT_KEYS,
+    lambda values: {
+        "biases": ALL_BIASES,
+        "num_kv_heads": 1 if values["multi_query"] else values["n_head"],
+        "scheme": Scheme(embedding=absolute.Learned(values["n_positions"])),
+    },
+    lambda config: {"n_positions": _learned(config), "multi_query": config.num_kv_heads == 1},
+    _bigcode_tensors,
+    _GPT_DEFAULTS | {"tie_word_embeddings": True, "multi_query": True, "activation_function": "gelu_pytorch_tanh"},
+    {"scale_attn_weights": True, "add_cross_attention": False},
+    "transformer.",
+    _GPT_BUFFERS,
+    _GPT_ALIASES,
+    norm=LAYER_NORM,
+    eps="layer_norm_epsilon",
+    activation="activation_function",
+    activations=PLAIN_TANH,
+)
+
+# --- OPT --------------------------------------------------------------------------------------------------------------
+
+_OPT = "model.decoder.layers.{layer}."
+
+
+def _opt_tensors(config: DecoderConfig) -> dict[str, View]:
+    views = tables("model.decoder.embed_tokens", "lm_head") | positions("model.decoder.embed_positions")
+    for name in "qkv":
+        rows = "(heads size) embed -> embed heads size"
+        theirs = f"{_OPT}self_attn.{name}_proj"
+        views |= matrix(f"block/attention/{name}", theirs, rows, "(heads size) -> heads size")
+    views |= output(_OPT, "self_attn.out_proj") | mlp(_OPT, "fc1", "fc2")
+    views |= norm("block/attention_norm", f"{_OPT}self_attn_layer_norm")
+    return views | norm("block/mlp_norm", f"{_OPT}final_layer_norm") | norm("norm", "model.decoder.final_layer_norm")
+
+
+def _opt(values: Values) -> dict[str, Any]:
+    """The table of positions has two rows before that of position 0."""
+    width, wanted = values.get("word_embed_proj_dim"), values["hidden_size"]
+    why = "Decoder has no projection of embeddings, as OPT-350M does"
+    check(width in (None, wanted), f"config.json: word_embed_proj_dim must be {wanted}, found {describe(width)}: {why}")
+    return {
+        "biases": ALL_BIASES if values["enable_bias"] else (),
+        "scheme": Scheme(embedding=absolute.Learned(values["max_position_embeddings"], unused=2)),
+    }
+
+
+OPT = Family(
+    "opt",
+    "OPTForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "model_dim",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "ffn_dim": "mlp_dim",
+        "max_position_embeddings": "trained_length",
+        "tie_word_embeddings": "tied_head",
+    },
+    _opt,
+    lambda config: {
+        "max_position_embeddings": _learned(config),
+        "enable_bias": "mlp" in config.biases,
+        "word_embed_proj_dim": config.model_dim,
+    },
+    _opt_tensors,
+    {"ffn_dim": 3072, "max_position_embeddings": 2048, "activation_function": "relu"}
+    | {"tie_word_embeddings": True, "enable_bias": True},
+    {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
+    norm=Norm("layer", eps=1e-5, bias=True),
+    eps="",
     activation="activation_function",
     activations=PLAIN,
 )
@@ -438,4 +540,4 @@ FALCON = Family(
     activations=PLAIN,
 )
 
-GPT_LIKE = (GPT2, GPTJ, GPT_NEOX, BLOOM, MPT, FALCON)
+GPT_LIKE = (GPT2, GPTJ, GPT_NEOX, BLOOM, MPT, FALCON, GPT_BIGCODE, OPT)

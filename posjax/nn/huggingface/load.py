@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from posjax._checks import check, check_choice, nearest
+from posjax._checks import check, check_choice, describe, nearest
 from posjax._mesh import axes_of
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
@@ -179,8 +179,8 @@ class Stored(NamedTuple):
     """A parameter of a decoder, and the tensors that hold it: one, or one for each of its layers if it is in a stack.
 
     ``leaf`` is the array of the parameter, or its shape and dtype. ``sizes`` are those of the view's axes. ``layers``
-    is None outside a stack. ``experts`` is their number if every expert of a layer has a tensor of its own; the tensors
-    of a layer are then next to each other.
+    is None outside a stack. ``experts`` is their number if every expert of a layer has a tensor of its own, or that of
+    heads if every head has; the tensors of a layer are then next to each other.
     """
 
     leaf: Any
@@ -212,9 +212,10 @@ def stored(family: Family, config: DecoderConfig, parameters: Any) -> list[Store
         why = f"the layout of {family.model_type} has no tensor for the parameter {path} of shape {leaf.shape}"
         check(name in views, why)
         tensor = views[name].name
-        experts = config.experts.count if views[name].of_expert else None
-        numbers = [{"layer": layer, "expert": expert} for layer in layers or () for expert in range(experts or 1)]
-        tensors = [tensor] if layers is None else [tensor.format(**each) for each in numbers]
+        experts = leaf.shape[1] if views[name].of_expert else None
+        numbers = [(layer, expert) for layer in layers or () for expert in range(experts or 1)]
+        of_layers = [tensor.format(layer=layer, expert=expert, head=expert) for layer, expert in numbers]
+        tensors = [tensor] if layers is None else of_layers
         stored_parameters.append(Stored(leaf, views[name], sizes, tensors, layers, experts))
     return stored_parameters
 
@@ -240,6 +241,7 @@ def check_tensors(source: Source, family: Family, config: DecoderConfig, paramet
             entry = source.entries[written]
             check_shape(parameter.view, parameter.sizes, written, entry.shape)
             used.add(entry)
+    used |= _constants(source, family, config)
     tied = set(_of_tables(source, family, config)) if config.tied_head else ()
     left = [name for name, entry in source.entries.items() if entry not in used and name not in tied]
     extra = [name for name in left if not _is_ignored(name, family)]
@@ -248,6 +250,23 @@ def check_tensors(source: Source, family: Family, config: DecoderConfig, paramet
         f"unexpected tensors: {', '.join(extra[:3])}{f' and {len(extra) - 3} more' if len(extra) > 3 else ''}; "
         f"config.json of {family.model_type} does not describe them",
     )
+
+
+def constants(family: Family, config: DecoderConfig) -> dict[str, float]:
+    """``Family.constants`` of every layer, by their names."""
+    names = family.constants.items()
+    return {name.format(layer=n): value for n in range(config.num_layers) for name, value in names}
+
+
+def _constants(source: Source, family: Family, config: DecoderConfig) -> set[Entry]:
+    """The constants in the files, which may leave them out. Raises ValueError for other values, up to bfloat16."""
+    found = {_found(source, family, name): value for name, value in constants(family, config).items()}
+    found.pop(None, None)
+    for name, value in found.items():
+        tensor = np.asarray(source.tensor(name), np.float64)
+        fits = tensor.shape == () and np.isclose(tensor, value, rtol=0.01, atol=0)
+        check(fits, f"tensor {name!r} holds {describe(tensor.tolist())}, but Decoder has the fixed number {value:g}")
+    return {source.entries[name] for name in found}
 
 
 def _check_tied(source: Source, family: Family, config: DecoderConfig) -> None:

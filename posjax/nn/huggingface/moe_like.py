@@ -301,7 +301,7 @@ MELLUM = Family(
 def _olmo(values: Values) -> dict[str, Any]:
     return {
         "biases": llama_biases(values)["biases"],
-        "projection_norm": True,
+        "projection_norm": "together",
         "scheme": rope_everywhere(values),
     } | mixture(values, "num_experts", router=Router(normalized=values["norm_topk_prob"]))
 

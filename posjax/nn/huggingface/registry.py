@@ -15,11 +15,13 @@ from posjax.nn.huggingface import (
     llama_like,
     moe_like,
     olmo_like,
+    qk_norm_like,
 )
 from posjax.nn.huggingface.family import Family, check_same
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
 _ALL += (*moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE, llama4.LLAMA4_TEXT)
+_ALL += qk_norm_like.QK_NORM_LIKE
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *gpt_like.GPT_LIKE)}
 """Families by ``model_type``. A decoder that fits several families is written as the first of them."""
 

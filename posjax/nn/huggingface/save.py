@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather, sync_global_devices
@@ -32,9 +33,9 @@ from posjax.nn.huggingface.files import (
     writable,
 )
 from posjax.nn.huggingface.hub import on_disk, pinned
-from posjax.nn.huggingface.load import NO_MESH, Stored, check_dtype, is_gguf, read_values, stored
+from posjax.nn.huggingface.load import NO_MESH, Stored, check_dtype, constants, is_gguf, read_values, stored
 from posjax.nn.huggingface.registry import family_of, fitting_family, read_config, write_config
-from posjax.nn.huggingface.views import check_fits, overflow
+from posjax.nn.huggingface.views import View, check_fits, overflow
 
 # Keys of `like` that are not copied: other versions of transformers use them for values written here, or they are no
 # longer valid.
@@ -83,6 +84,7 @@ def save_pretrained(
     chosen = _family(decoder.config, family, like_values)
     values = _values(decoder.config, chosen, like_values)
     parameters = stored(chosen, decoder.config, nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
+    parameters += _constants(chosen, decoder.config, parameters[0].leaf.dtype)
     tensors = _tensors(parameters, dtype)
     values["dtype"] = next(iter(tensors.values()))[0].name
     files, root = open_location(path)
@@ -103,6 +105,12 @@ def save_pretrained(
         if first:
             _publish(partial, files, root)
         sync_global_devices("save_pretrained: published")
+
+
+def _constants(family: Family, config: DecoderConfig, dtype: np.dtype) -> list[Stored]:
+    """``Family.constants`` as parameters."""
+    values = constants(family, config).items()
+    return [Stored(jnp.asarray(value, dtype), View(name, "->"), {}, [name], None) for name, value in values]
 
 
 def _check_empty(path: str | Path, names: Sequence[str]) -> None:

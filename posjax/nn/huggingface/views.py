@@ -23,11 +23,12 @@ class View:
     slower part first: ``"(heads size) embed -> embed heads size"`` is a projection whose rows are the heads' channels.
     If several parameters share a tensor one axis is a number, ``"3"``, or a sum, ``"heads+kv_heads+kv_heads"``, and
     ``part`` is the index of this parameter. The axis disappears if it is a number, or if the part of the sum is ``1``.
-    Brackets on the right join axes, at most once in a pattern.
+    Brackets on the right join axes, at most once in a pattern. ``-2`` is an axis of two parts in the other order.
 
     Args:
         name: of the tensor; ``{layer}`` is the number of the layer. With ``{expert}``, every expert has a tensor of its
-            own; the pattern is that of one expert, and the parameter has an axis of experts in front.
+            own; the pattern is that of one expert, and the parameter has an axis of experts in front. The same with
+            ``{head}`` for every head.
         pattern: the axes, by names of sizes.
         part: the index along the number or sum axis.
     """
@@ -38,8 +39,8 @@ class View:
 
     @property
     def of_expert(self) -> bool:
-        """Whether it is the view of one expert."""
-        return "{expert}" in self.name
+        """Whether it is the view of one expert, or of one head."""
+        return "{expert}" in self.name or "{head}" in self.name
 
     def tensor_shape(self, sizes: AxisSizes) -> tuple[int, ...]:
         """The shape of the whole tensor."""
@@ -62,7 +63,7 @@ class View:
         """The index of a part of the parameter in the split tensor: arrays for joined axes, slices for the others."""
         indices = []
         for axis, part in zip(self._sides[1], index, strict=True):
-            counts = [sizes[atom] for atom in axis]
+            counts = [_size(atom, sizes) for atom in axis]
             indices += [part] if len(axis) == 1 else np.unravel_index(np.arange(math.prod(counts))[part], counts)
         return tuple(indices)
 
@@ -71,7 +72,7 @@ class View:
         left, right = self._sides
         names = [atom for axis in left for atom in axis]
         split = tensor.reshape([_size(atom, sizes) for atom in names])
-        chosen = split[tuple(self._selection(atom, sizes) for atom in names)]
+        chosen = split[(*(self._selection(atom, sizes) for atom in names), ...)]  # an array, also of one number
         remaining = [self._remaining(atom) for atom in names if self._remaining(atom)]
         return chosen.transpose([remaining.index(atom) for axis in right for atom in axis])
 
@@ -79,6 +80,8 @@ class View:
         """The index of the parameter along one axis."""
         if atom.isdigit():
             return self.part
+        if atom.startswith("-"):
+            return slice(None, None, -1)
         parts = atom.split("+")
         if len(parts) == 1:
             return slice(None)
@@ -127,4 +130,4 @@ def _axes(side: str) -> list[list[str]]:
 
 
 def _size(atom: str, sizes: AxisSizes) -> int:
-    return sum(int(part) if part.isdigit() else sizes[part] for part in atom.split("+"))
+    return sum(int(part) if part.isdigit() else sizes[part] for part in atom.removeprefix("-").split("+"))

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from posjax.nn import Decoder, save_pretrained
@@ -111,6 +112,7 @@ CASES: dict[str, dict] = {
 STATED = {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 4.0}
 PARTIAL = rope(1e4, partial_rotary_factor=0.5)
 WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
 # The keys of a release's config.json that change nothing here are among them.
 LATER: dict[str, dict] = {
@@ -163,6 +165,10 @@ LATER: dict[str, dict] = {
     "glm": LLAMA | {"model_type": "glm", "attention_bias": True, "rope_parameters": PARTIAL},
     "glm4": LLAMA | {"model_type": "glm4", "attention_bias": True, "rope_parameters": PARTIAL},
     "cohere": LLAMA | {"model_type": "cohere", "logit_scale": 0.25, "attention_bias": True, "use_qk_norm": False},
+    # The other keys are those of Command R+ (2024).
+    "cohere-norms": LLAMA
+    | {"model_type": "cohere", "use_qk_norm": True, "attention_bias": False, "attention_dropout": 0.0}
+    | {"layer_norm_eps": 1e-5, "logit_scale": 0.8333333333333334, "rope_theta": 75000000.0, "use_cache": True},
     "starcoder2": LLAMA
     | {"model_type": "starcoder2", "sliding_window": 9, "use_bias": True, "norm_epsilon": 1e-4}
     | {"mlp_type": "default", "norm_type": "layer_norm", "residual_dropout": 0.1},
@@ -170,9 +176,51 @@ LATER: dict[str, dict] = {
     | {"model_type": "stablelm", "use_qkv_bias": True, "num_attention_heads": 2, "partial_rotary_factor": 0.25},
     "stablelm-parallel": WHOLE_HEADS
     | {"model_type": "stablelm", "use_parallel_residual": True, "rope_parameters": PARTIAL},
+    # The other keys are those of StableLM 2 12B.
+    "stablelm-norms": WHOLE_HEADS
+    | {"model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False}
+    | {"partial_rotary_factor": 0.5, "rope_theta": 10000, "layer_norm_eps": 1e-5}
+    | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "tie_word_embeddings": False, "use_cache": True},
     "nemotron": LLAMA | {"model_type": "nemotron", "mlp_bias": True, "partial_rotary_factor": 0.5, "norm_eps": 1e-4},
     "arcee": LLAMA | {"model_type": "arcee", "mlp_bias": True, "rope_parameters": STATED | rope(1e4, rope_type="yarn")},
     "phi": LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
+    # The other keys are those of Hunyuan-7B-Instruct.
+    "hunyuan_v1_dense": LLAMA
+    | {"model_type": "hunyuan_v1_dense", "attention_bias": True, "attention_head_dim": 12, "rope_theta": 10000.0}
+    | {"rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "type": "dynamic"} | MSCALES}
+    | {"attention_dropout": 0.0, "cla_share_factor": 2, "eod_token_id": 3, "norm_type": "rms", "use_cla": False}
+    | {"mlp_bias": False, "pretraining_tp": 1, "use_qk_norm": True, "use_rotary_pos_emb": True},
+    "hunyuan_v1_dense-linear": LLAMA
+    | {"model_type": "hunyuan_v1_dense", "rope_parameters": rope(1e4, rope_type="linear", factor=4.0)},
+    # The other keys are those of nanochat-d32.
+    "nanochat": WHOLE_HEADS
+    | {"model_type": "nanochat", "num_key_value_heads": 4, "final_logit_softcapping": 15.0, "attention_bias": False}
+    | {"rope_theta": 10000.0, "qkv_bias": False, "logits_soft_cap": 15.0, "hidden_act": "relu2"},
+    "nanochat-bias": LLAMA | {"model_type": "nanochat", "attention_bias": True, "final_logit_softcapping": 2.0},
+    # The other keys are those of Apertus-8B-Instruct-2509.
+    "apertus": WHOLE_HEADS
+    | {"model_type": "apertus", "hidden_act": "xielu", "rope_theta": 12000000, "attention_bias": False}
+    | {"rope_scaling": LLAMA3 | {"factor": 8.0, "rope_type": "llama3"}, "hidden_dropout": 0.0, "mlp_bias": False}
+    | {"post_norm": False, "qk_norm": True, "rms_norm_eps": 1e-5},
+    "apertus-bias": LLAMA
+    | {"model_type": "apertus", "attention_bias": True, "hidden_act": "xielu", "rope_parameters": rope(1e4)},
+    # The other keys are those of StarCoder.
+    "gpt_bigcode": GPT
+    | {"model_type": "gpt_bigcode", "activation_function": "gelu", "multi_query": True, "n_inner": 80}
+    | {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True}
+    | {"inference_runner": 0, "max_batch_size": None, "max_sequence_length": None, "pad_key_length": True}
+    | {"pre_allocate_kv_cache": False, "validate_runner_input": True, "attn_pdrop": 0.1},
+    "gpt_bigcode-heads": GPT | {"model_type": "gpt_bigcode", "multi_query": False, "tie_word_embeddings": False},
+    # The other keys are those of OPT-6.7B.
+    "opt": SPECIAL
+    | {"model_type": "opt", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 80}
+    | {"max_position_embeddings": 64, "activation_function": "relu", "word_embed_proj_dim": 48}
+    | {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "enable_bias": True, "layerdrop": 0.0}
+    | {"layer_norm_elementwise_affine": True, "init_std": 0.15, "pad_token_id": 1, "prefix": "</s>"},
+    "opt-no-bias": SPECIAL
+    | {"model_type": "opt", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "ffn_dim": 96}
+    | {"max_position_embeddings": 64, "activation_function": "gelu", "enable_bias": False, "init_std": 0.15}
+    | {"tie_word_embeddings": False},
 }
 """Families whose parity is in the wide grid alone."""
 
@@ -236,6 +284,15 @@ MIXTURES: dict[str, dict] = {
 }
 LATER |= MIXTURES
 CASES |= LATER
+
+
+WHOLE = ("llama", "gpt_oss", "gpt_neox")
+"""Families of different kinds, with every test in the default run. Of the others the wide grid has the parity."""
+
+
+def cases(*default: str) -> list:
+    """The cases as parameters of a test; those that are not named here are in the wide grid."""
+    return [name if name in default else pytest.param(name, marks=pytest.mark.wide) for name in CASES]
 
 
 def random_decoder(values: dict, **changes) -> Decoder:

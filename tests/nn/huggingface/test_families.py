@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from nn.huggingface import released
+from nn.huggingface.released import WHOLE, cases
 from nn.huggingface.theirs import TOKENS, assert_close, logits, random_model, torch, transformers
 
 from posjax import rotary
@@ -58,17 +59,6 @@ def greedy(model, prompt):
     return jax.lax.scan(pick, (logits[:, -1:], cache), length=NEW)[1].T
 
 
-WHOLE = ("llama", "gpt_oss", "gpt_neox")
-"""Families of different kinds, with every test; for the others the tests besides the first are in the wide grid."""
-VARIANTS = ("llama-yarn", "phi3-longrope", "gpt_neox-in-turn", "falcon-7b", "falcon-bias", "falcon-11b")
-"""Other models of the same families."""
-USUAL = {*released.CASES} - {*VARIANTS, *released.LATER}
-
-
-def cases(*default):
-    return [name if name in default else pytest.param(name, marks=pytest.mark.wide) for name in released.CASES]
-
-
 class Case(NamedTuple):
     """A model of transformers, its folder, its logits, and the decoder that was read from the folder."""
 
@@ -86,7 +76,7 @@ def case(request, tmp_path_factory):
     return Case(model, folder, logits(model, TOKENS), from_pretrained(folder))
 
 
-@pytest.mark.parametrize("case", cases(*USUAL), indirect=True, scope="module")
+@pytest.mark.parametrize("case", cases(*WHOLE), indirect=True, scope="module")
 def test_a_model_gives_the_logits_of_transformers_and_is_written_back(case, tmp_path):
     assert len(list(case.folder.glob("*.safetensors"))) > 3
     found = nnx.jit(lambda model, tokens: model(tokens))(case.decoder, TOKENS)

@@ -100,7 +100,13 @@ SHAPES = {
     ("mixtral", "experts"): {"stacks/0/0/mlp/up": (2, 3, 48, 48), "stacks/0/0/mlp/router": (2, 48, 3)},
     ("gpt2", "grid"): {"stacks/0/0/attention/v": (2, 24, 2, 12), "embedding/embedding/embedding": (64, 48)},
 }
-DEFAULT = [*SHAPES, ("falcon, three", "grid"), ("phi3, three", "grid"), ("gemma3", "fsdp")]
+DEFAULT = [
+    ("llama", "grid"),
+    ("llama, three", "grid"),
+    ("gpt2", "grid"),
+    ("gemma3", "fsdp"),
+    ("stablelm-norms", "grid"),
+]
 ALL = [pair for pair in itertools.product(CASES, SPLITS) if pair[1] != "experts" or pair[0] in released.MIXTURES]
 REST = [pair for pair in ALL if pair not in DEFAULT]
 

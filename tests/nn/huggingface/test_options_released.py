@@ -64,15 +64,7 @@ def changed(name):
     return json.loads(json.dumps(kept))
 
 
-BY_DEFAULT = (
-    "windows by layer types",
-    "outer bases",
-    "scaling first",
-    "base alone",
-    "a factor beside mscales",
-    "no length",
-    "one option of attention",
-)
+BY_DEFAULT = ("windows by layer types", "outer bases", "a factor beside mscales")
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,21 @@ def test_tensors_that_do_not_fit_the_config(name, change, dtype, tmp_path):
     refused(name, lambda: from_pretrained(folder, dtype=dtype))
 
 
+def test_a_fixed_number_may_be_missing_but_not_another_one(tmp_path):
+    """Apertus stores two numbers of its activation that no model learns."""
+    model, beta = released.random_decoder(released.CASES["apertus"]), "model.layers.1.mlp.act_fn.beta"
+    folder = rewritten(model, tmp_path / "less", lambda tensors: {k: x for k, x in tensors.items() if k != beta})
+    jax.tree.map(
+        np.testing.assert_array_equal, *(released.parameters(each) for each in (from_pretrained(folder), model))
+    )
+    folder = rewritten(model, tmp_path / "other", lambda tensors: tensors | {beta: np.float32(0.7)})
+    refused(beta, lambda: from_pretrained(folder))
+
+
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+STRETCHED = released.rope(1e4, rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 CONFIGS = [
     ("model_type", "llama", {"model_type": "lama"}),
     ("gemma3", "gemma3_text", {"model_type": "gemma3", "text_config": {"hidden_size": 64}}),
@@ -97,6 +109,11 @@ CONFIGS = [
     ("apply_residual_connection_post_layernorm", "bloom", {"apply_residual_connection_post_layernorm": True}),
     ("layer_norm_epsilon", "bloom", {"layer_norm_epsilon": "1e-5"}),
     ("use_qk_norm", "cohere2", {"use_qk_norm": True}),
+    ("word_embed_proj_dim", "opt", {"word_embed_proj_dim": 24}),
+    ("do_layer_norm_before", "opt", {"do_layer_norm_before": False}),
+    ("rope_parameters", "nanochat", {"rope_theta": None, "rope_parameters": STRETCHED}),
+    ("alpha", "hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1.0, "factor": 1.0}}),
+    ("hidden_act", "apertus", {"hidden_act": "silu"}),
     ("rope_parameters", "gemma3_text", {"rope_parameters": released.rope(1e3)}),
     ("rope_parameters", "gemma3_text", {"rope_parameters": {FULL: 3}}),
     ("attn_logit_softcapping", "gemma3_text", {"attn_logit_softcapping": 2.0}),
@@ -136,7 +153,7 @@ def test_values_that_change_nothing_are_ignored():
     assert plain == factor
 
 
-@pytest.mark.parametrize("case", released.CASES)
+@pytest.mark.parametrize("case", released.cases(*released.WHOLE))
 def test_every_key_may_be_missing_or_of_any_kind(case):
     """The config is then read, or refused with a ValueError and no other error."""
     values = released.CASES[case]
@@ -221,7 +238,7 @@ FIRST = {
     "qwen3": {"scheme": pj.scheme("rope", norm=norms.QKNorm())},
     "smollm3": {"scheme": pj.Layers((((pj.scheme("rope"), pj.Scheme()), 1),))},
     "granite": {"logit_scale": 0.5},
-    "olmo2": {"residual": Residual("after"), "projection_norm": True},
+    "olmo2": {"residual": Residual("after"), "projection_norm": "together"},
     "phi3": {"scheme": rope(rotary.Plain(partial_rotary_factor=0.5))},
     "gpt2": {"scheme": pj.scheme("learned", max_length=16), "norm": Norm("layer", bias=True)}
     | {"activation": "gelu", "biases": ("mlp", "qkv", "output")},

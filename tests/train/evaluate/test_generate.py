@@ -178,6 +178,7 @@ REFUSED = [
     ("iterations", lambda: Effort(iterations=0)),
     ("RoPE", lambda: plain("alibi")),
     ("RoPE", lambda: plain({"name": "rope", "partial_rotary_factor": 0.5})),
+    ("search", lambda: plain({"name": "rope", "norm": {"name": "qk-norm", "after_features": True}})),
 ]
 
 

@@ -203,7 +203,7 @@ EVERYTHING = {
 }
 RMS = {
     "num_kv_heads": 1,
-    "projection_norm": True,
+    "projection_norm": "together",
     "norm": {"unit_offset": True},
     "residual": {"norm": "after"},
     "embedding_scale": 1.0,

@@ -102,13 +102,14 @@ class ModelConfig:
         "silu",
         "relu",
         "relu-squared",
+        "xielu",
     ] = "swiglu"
     experts: ExpertsConfig | None = None  # a mixture of experts in place of every MLP
     norm: NormConfig = field(default_factory=NormConfig)
     residual: ResidualConfig = field(default_factory=ResidualConfig)
     biases: tuple[str, ...] = ()  # those of qkv, output, mlp, head that have a bias
     embedding_norm: bool = False
-    projection_norm: bool = False  # of queries and keys over all heads together
+    projection_norm: Literal["none", "together", "each"] = "none"  # of queries and keys: over all heads, or each head
     clip_qkv: float | None = None  # queries, keys and values are cut off at this magnitude
     embedding_scale: float | None = None  # None is sqrt(model_dim)
     query_scale: float | None = None  # None is head_dim ** -0.5
