@@ -25,7 +25,8 @@ class Exchange:
     Attributes:
         of_experts: ``of_experts(parameters, rows, sizes, experts)``, the outputs of rows that are sorted by expert,
             where ``sizes`` are the rows of each expert of this device and ``experts`` the expert of each row. Rows
-            beyond the sum of the sizes have no expert.
+            beyond the sum of the sizes have no expert. Rows are a tree of arrays: the states, and their weights, so
+            that the gradients of both come back together.
         axis: the mesh axis over which experts are split.
         everywhere: all mesh axes over which rows are split.
     """
@@ -35,13 +36,16 @@ class Exchange:
     everywhere: tuple[str, ...]
 
     def __call__(
-        self, parameters: Any, rows: Float[Array, "rows size"], sizes: Int[Array, "experts"]
+        self,
+        parameters: Any,
+        rows: tuple[Float[Array, "rows size"], Float[Array, "rows 1"]],
+        sizes: Int[Array, "experts"],
     ) -> Float[Array, "rows size"]:
         """The output of the expert of every row, float32.
 
         Args:
             parameters: of this device's experts.
-            rows: of this device, sorted by expert.
+            rows: the states of this device's tokens and their weights, sorted by expert.
             sizes: the rows of each expert of the model.
         """
         return _exchanged(self, *match_varying((parameters, rows, sizes)))
@@ -49,13 +53,14 @@ class Exchange:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchanged(exchange: Exchange, parameters, rows, sizes):
-    plan = _Plan(exchange, rows, sizes)
+    plan, states = _Plan(exchange, rows[0], sizes), rows[0]
 
     def one(number, out):
-        there, received = plan.sent(number, rows)
-        return plan.placed(number, plan.returned(there, plan.outputs(there, parameters, received)), out)
+        there = plan.there(number)
+        outputs = plan.outputs(there, parameters, plan.sent(number, there, rows))
+        return plan.placed(number, plan.returned(there, outputs.astype(states.dtype)), out)
 
-    return jax.lax.fori_loop(0, plan.rounds, one, plan.blank(jnp.float32))
+    return jax.lax.fori_loop(0, plan.rounds, one, full_varying_like(states.shape, jnp.float32, states))
 
 
 def _forward(exchange, parameters, rows, sizes):
@@ -65,20 +70,19 @@ def _forward(exchange, parameters, rows, sizes):
 def _backward(exchange, saved, d_out):
     """Every round computes its outputs once more, and takes their cotangents the same way."""
     parameters, rows, sizes = saved
-    plan = _Plan(exchange, rows, sizes)
-    d_out = d_out.astype(rows.dtype)
+    plan = _Plan(exchange, rows[0], sizes)
+    d_out = d_out.astype(rows[0].dtype)
 
     def one(number, so_far):
         d_parameters, d_rows = so_far
-        there, received = plan.sent(number, rows)
-        _, d_received = plan.sent(number, d_out)
-        out, pull = jax.vjp(partial(plan.outputs, there), parameters, received)
-        of_parameters, of_rows = pull(d_received.astype(out.dtype))
+        there = plan.there(number)
+        out, pull = jax.vjp(partial(plan.outputs, there), parameters, plan.sent(number, there, rows))
+        of_parameters, of_rows = pull(plan.sent(number, there, d_out).astype(out.dtype))
         d_rows = plan.placed(number, plan.returned(there, of_rows), d_rows)
         return jax.tree.map(jnp.add, d_parameters, of_parameters), d_rows
 
-    zeros = jax.tree.map(lambda leaf: full_varying_like(leaf.shape, leaf.dtype, leaf), parameters)
-    d_parameters, d_rows = jax.lax.fori_loop(0, plan.rounds, one, (zeros, plan.blank(rows.dtype)))
+    zeros = jax.tree.map(lambda leaf: full_varying_like(leaf.shape, leaf.dtype, leaf), (parameters, rows))
+    d_parameters, d_rows = jax.lax.fori_loop(0, plan.rounds, one, zeros)
     return d_parameters, d_rows, None
 
 
@@ -104,10 +108,9 @@ class _Plan:
         self.exchange = exchange
         self.devices = jax.lax.axis_size(exchange.axis)
         self.own = len(sizes) // self.devices
-        self.count, self.width = rows.shape
+        self.count = len(rows)
         share = -(-int(_ROOM * self.count) // self.devices)
         self.room = min(max(8 * -(-share // 8), 8), self.count)
-        self.like = rows
         self.counts = sizes.reshape(self.devices, self.own).sum(1)
         self.starts = jnp.cumsum(self.counts) - self.counts
         numbers = jnp.arange(self.count, dtype=jnp.int32)
@@ -117,38 +120,50 @@ class _Plan:
         fullest = jnp.max(-(-self.counts // self.room))
         self.rounds = jax.lax.pmax(fullest, exchange.everywhere)
 
-    def blank(self, dtype) -> Array:
-        """Zeros for the rows of this device."""
-        return full_varying_like((self.count, self.width), dtype, self.like)
-
-    def sent(self, number, rows: Array) -> tuple[_There, Array]:
-        """The rows that this device receives in a round, sorted by expert."""
-        place = number * self.room + jnp.arange(self.room, dtype=jnp.int32)
-        index = jnp.minimum(self.starts[:, None] + place, self.count - 1)
-        filled = place < self.counts[:, None]
+    def there(self, number) -> _There:
+        """What this device knows of the rows that it receives in a round."""
+        index, filled = self._slots(number)
         first = jnp.arange(self.devices, dtype=jnp.int32)[:, None] * self.own
         experts = self._swapped(jnp.where(filled, self.experts[index] - first, self.own)).reshape(-1)
-        received = self._swapped(jnp.where(filled[..., None], rows[index], 0)).reshape(-1, self.width)
         order = jnp.argsort(experts, stable=True)
         sizes = jnp.sum(experts[:, None] == jnp.arange(self.own), axis=0, dtype=jnp.int32)
-        there = _There(order, jnp.argsort(order), sizes, jnp.minimum(experts[order], self.own - 1))
-        return there, received[order]
+        return _There(order, jnp.argsort(order), sizes, jnp.minimum(experts[order], self.own - 1))
 
-    def outputs(self, there: _There, parameters, received: Array) -> Array:
+    def sent(self, number, there: _There, rows: Any) -> Any:
+        """The rows that this device receives in a round, sorted by expert; 0 where there are fewer than room."""
+        index, filled = self._slots(number)
+
+        def of_array(rows):
+            received = self._swapped(jnp.where(filled[..., None], rows[index], 0))
+            return received.reshape(-1, rows.shape[1])[there.order]
+
+        return jax.tree.map(of_array, rows)
+
+    def _slots(self, number) -> tuple[Array, Array]:
+        """The rows of a round for each device, ``[devices, room]``, and which of these there are."""
+        place = number * self.room + jnp.arange(self.room, dtype=jnp.int32)
+        return jnp.minimum(self.starts[:, None] + place, self.count - 1), place < self.counts[:, None]
+
+    def outputs(self, there: _There, parameters: Any, received: Any) -> Array:
         """The outputs of this device's experts, float32."""
         return self.exchange.of_experts(parameters, received, there.sizes, there.experts)
 
-    def returned(self, there: _There, outputs: Array) -> Array:
+    def returned(self, there: _There, outputs: Any) -> Any:
         """The outputs for this device's rows of a round, ``[devices, room, width]``."""
-        outputs = outputs.astype(self.like.dtype)[there.inverse]
-        return self._swapped(outputs.reshape(self.devices, self.room, self.width))
 
-    def placed(self, number, returned: Array, out: Array) -> Array:
+        def of_array(outputs):
+            return self._swapped(outputs[there.inverse].reshape(self.devices, self.room, -1))
+
+        return jax.tree.map(of_array, outputs)
+
+    def placed(self, number, returned: Any, out: Any) -> Any:
         """``out`` with the rows of a round in their places."""
         place = self.place - number * self.room
-        here = (place >= 0) & (place < self.room)
-        found = returned[self.target, jnp.clip(place, 0, self.room - 1)]
-        return jnp.where(here[:, None], found.astype(out.dtype), out)
+        here = ((place >= 0) & (place < self.room))[:, None]
+        place = jnp.clip(place, 0, self.room - 1)
+        return jax.tree.map(
+            lambda new, old: jnp.where(here, new[self.target, place].astype(old.dtype), old), returned, out
+        )
 
     def _swapped(self, x: Array) -> Array:
         """Part j of this device for the j-th device along the axis, and its part for this device in return."""

@@ -144,7 +144,7 @@ class ExpertsMLP(MLP):
         placement = self.config.placement
         mesh = jax.sharding.get_abstract_mesh()
         parameters = {name: getattr(self, name) for name in _ROUTED if getattr(self, name) is not None}
-        arrays = {name: leaf[...] for name, leaf in parameters.items()}
+        arrays = {name: leaf[...] for name, leaf in parameters.items()} | {"activation": self._learned}
         if mesh.empty or not placement.is_open(mesh) or not self._fits(x, mesh):
             return _Device(self.config).mixed(arrays, x, counted)
         rows = PartitionSpec(placement.batch or None, placement.context)
@@ -156,11 +156,12 @@ class ExpertsMLP(MLP):
             mesh_axes = {"mlp": split, "experts": experts if name in _OF_EXPERTS else None}
             return PartitionSpec(*(mesh_axes.get(axis) for axis in leaf.get_metadata("logical_axes")))
 
+        whole = PartitionSpec()
         specs = {name: spec(name, leaf) for name, leaf in parameters.items()}
+        specs["activation"] = dict.fromkeys(self._learned, whole)
         shards = tuple(axis for axes in placement.split_axes[:2] for axis in axes)
         device = _Device(self.config, split, shards, experts)
         open_axes = set(mesh.axis_names) - set(mesh.manual_axes)
-        whole = PartitionSpec()
         return jax.shard_map(
             device.mixed, in_specs=(specs, rows, rows), out_specs=(rows, Load(whole, whole)), axis_names=open_axes
         )(arrays, x, counted)
@@ -229,15 +230,20 @@ class _Device:
         inverse = jnp.argsort(order)
         experts, weights = experts[order], routing.weights.reshape(-1)[order, None]
         sizes = jnp.sum(experts[:, None] == jnp.arange(spec.count), axis=0, dtype=jnp.int32)
-        rows = _spread(tokens, order, inverse, spec.per_token)
-        if spec.router.on_input:
-            rows = rows * weights.astype(rows.dtype)
-        own = {name: parameters[name] for name in _OF_EXPERTS if name in parameters}
+        rows = _spread(tokens, order, inverse, spec.per_token), weights
+        own = {name: parameters[name] for name in (*_OF_EXPERTS, "activation") if name in parameters}
         if self.experts is None:
-            out = self._of_experts(own, rows, sizes, experts)
+            out = self._weighted(own, rows, sizes, experts)
         else:
-            out = Exchange(self._of_experts, self.experts, self.shards)(own, rows, sizes)
-        return _gathered(out if spec.router.on_input else out * weights, order, inverse, spec.per_token)
+            out = Exchange(self._weighted, self.experts, self.shards)(own, rows, sizes)
+        return _gathered(out, order, inverse, spec.per_token)
+
+    def _weighted(self, parameters, rows, sizes, experts):
+        """``_of_experts`` for rows and their weights."""
+        rows, weights = rows
+        if self.config.experts.router.on_input:
+            return self._of_experts(parameters, rows * weights.astype(rows.dtype), sizes, experts)
+        return self._of_experts(parameters, rows, sizes, experts) * weights
 
     def _of_experts(self, parameters, rows, sizes, experts):
         """For every row the output of its expert, float32; rows are sorted by expert."""
@@ -249,7 +255,8 @@ class _Device:
 
         up = product("up", rows).astype(rows.dtype)
         gate = (product("gate", rows).astype(rows.dtype),) if "gate" in parameters else ()
-        return product("down", ACTIVATIONS[self.config.activation].hidden(*gate, up))
+        hidden = ACTIVATIONS[self.config.activation].hidden(*gate, up, **parameters["activation"])
+        return product("down", hidden)
 
     def _bias(self, name, bias):
         """A bias, float32; that of a sum over split hidden units is added by the first device alone."""

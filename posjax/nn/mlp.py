@@ -55,8 +55,12 @@ class MLP(nnx.Module):
 
     def _hidden(self, *parts):
         """The hidden units, from ``gate x``, if there is a gate, and ``up x``."""
-        learned = {} if self.activation is None else {name: leaf[...] for name, leaf in self.activation.items()}
-        return ACTIVATIONS[self.config.activation].hidden(*parts, **learned)
+        return ACTIVATIONS[self.config.activation].hidden(*parts, **self._learned)
+
+    @property
+    def _learned(self) -> dict[str, Array]:
+        """The numbers that the activation learns."""
+        return {} if self.activation is None else {name: leaf[...] for name, leaf in self.activation.items()}
 
 
 def _product(x, matrix: nnx.Param, bias: nnx.Param | None):

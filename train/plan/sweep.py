@@ -85,13 +85,14 @@ def candidates(config: Config, pod: Pod | Nodes) -> Iterator[Candidate]:
     devices = pod.devices // pod.slices
     powers = [2**n for n in range(devices.bit_length()) if devices % 2**n == 0]
     for fsdp, context, tensor in itertools.product(powers, repeat=3):
-        of_expert = config.train.mesh.expert
-        if devices % (fsdp * context * tensor * of_expert):
+        experts = config.train.mesh.expert
+        if devices % (fsdp * context * tensor * experts):
             continue
         if isinstance(pod, Nodes) and context * tensor > IN_A_NODE:
             continue  # every layer would wait for the network between nodes
-        split = {"fsdp": fsdp, "context": context, "tensor": tensor, "expert": of_expert}
-        axes = {"replica": pod.slices, "data": devices // prod(split.values()), **split}
+        split = {"fsdp": fsdp, "context": context, "tensor": tensor}
+        axes = {"replica": pod.slices, "data": devices // prod(split.values()) // experts, **split}
+        axes |= {"expert": experts} if experts > 1 else {}
         for remat, strategy in itertools.product(REMAT, SWEPT if context > 1 else ("auto",)):
             changed = _changed(config, axes, remat, strategy, pod)
             if changed is not None:
@@ -112,7 +113,7 @@ def _changed(config: Config, axes: dict[str, int], remat: str, strategy: str, po
 
 def _tokens(train: TrainConfig, axes: dict[str, int]) -> float:
     """Tokens that one device processes at a time."""
-    shares = prod(axes[name] for name in ("replica", "data", "fsdp", "expert", "context"))
+    shares = prod(axes.get(name, 1) for name in ("replica", "data", "fsdp", "expert", "context"))
     return train.batch_tokens / train.accumulate / shares
 
 
@@ -124,8 +125,8 @@ def rough_bytes(setup: Setup, axes: dict[str, int]) -> float:
     decoder, config, tensor = setup.decoder, setup.config, axes["tensor"]
     tokens = _tokens(config.train, axes)
     parameters = _all_parameters(decoder)
-    state = 16 * parameters / (axes["fsdp"] * axes["expert"] * axes["context"]) / tensor
-    gathered = 4 * parameters / decoder.num_layers / tensor / axes["expert"]
+    state = 16 * parameters / (axes["fsdp"] * axes.get("expert", 1) * axes["context"]) / tensor
+    gathered = 4 * parameters / decoder.num_layers / tensor / axes.get("expert", 1)
     # Numbers of a token inside a layer: projections and hidden units.
     inner = max(map(_inner_numbers, decoder.every_layer)) / tensor
     width, attended = decoder.model_dim, max(map(_attended_numbers, decoder.every_layer)) / tensor
@@ -176,7 +177,7 @@ def rough_seconds(setup: Setup, axes: dict[str, int], pod: Pod | Nodes) -> float
     work = (flops.total + again / 3) / (0.6 * pod.chips * pod.peak_flops)
     link = 2e9 * pod.links.link
     each = 2 * tokens / link
-    gathered = 6 * _all_parameters(decoder) / axes["tensor"] / axes["expert"] * parts / link
+    gathered = 6 * _all_parameters(decoder) / axes["tensor"] / axes.get("expert", 1) * parts / link
     inside = 8 * each * decoder.num_layers * decoder.model_dim * (axes["tensor"] > 1)
     keys = sum(layer.num_kv_heads * sum(head_sizes(layer)) for layer in decoder.every_layer)
     around = 3 * each * keys * (axes["context"] - 1)

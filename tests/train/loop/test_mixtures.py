@@ -8,12 +8,16 @@ from updates import begin, build, config_of, placed, random_parameters
 
 from posjax.nn.experts import Load, balance_loss
 from posjax.nn.specs import Experts
+from train.data.packing import Batch
 from train.loop.fit import expert_rows
 from train.model.build import Setup
+from train.model.sharding import named_sharding
+from train.plan.hlo import parse as read_program
+from train.plan.network import axes_of, groups_of, kind_of
 
 SIGMOID = {"score": "sigmoid", "correction": True, "groups": 2, "groups_kept": 1, "group_best": 2, "scale": 2.5}
 MIXTURE = {"count": 8, "per_token": 2, "router": SIGMOID, "shared_dim": 12, "dense": [0], "dense_dim": 20}
-MODEL = {"num_layers": 3, "num_heads": 4, "experts": MIXTURE | {"balance": 0.02}}
+MODEL = {"num_layers": 3, "num_heads": 4, "remat": "attention", "experts": MIXTURE | {"balance": 0.02}}
 MESH = {"data": 1, "expert": 2, "tensor": 2}
 LINES = (b"to be, or not to be" * 3, b"that is the question" * 2, b"whether 'tis nobler in the mind to suffer")
 
@@ -58,6 +62,24 @@ def test_corrections_move_against_the_loads_of_every_layer(one_device):
     row = expert_rows(loads[0])
     np.testing.assert_array_equal(row["expert_tokens"], tokens[0])
     assert row["expert_load_max"] == pytest.approx((tokens[0].max(-1) / tokens[0].mean(-1)).max())
+
+
+@pytest.mark.wide
+def test_tokens_go_to_their_experts_over_the_axis_of_experts_alone():
+    """In the compiled step, whose collectives ``plan`` counts: numbers of experts, rows there and back, and again.
+
+    Weights go with the rows.
+    """
+    program, mesh = build("rope", MODEL, mesh={"data": 1, "fsdp": 2, "expert": 2})
+    rows = jax.ShapeDtypeStruct((8, 8), np.int32, sharding=named_sharding(mesh, ("batch", "length")))
+    with jax.set_mesh(mesh):
+        text = program.update.lower(program.given, program.abstract, Batch(rows, rows, rows, rows)).compile().as_text()
+    lines = [line for lines in read_program(text).computations.values() for line in lines]
+    exchanges = [line for line in lines if kind_of(line) == "all-to-all"]
+    assert {axes_of(dict(mesh.shape), groups_of(line, 4)) for line in exchanges} == {"expert"}
+    room = int(1.5 * 2 * 16) // 2  # rows of a device for each, of two experts for each of its 16 tokens
+    sizes = sorted(sum(array.bytes for array in line.results) for line in exchanges)
+    assert sizes == [2 * room * 4] * 5 + [2 * room * 16 * 4] * 5
 
 
 def test_frozen_corrections_stay():
