@@ -1,7 +1,6 @@
 """The spec of a layer of Gated DeltaNet, and its cache."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 
@@ -43,8 +42,6 @@ class GatedDelta(LinearLayer):
         ValueError: for a number that is not whole and above 0, and for heads that are not a multiple of the key heads.
     """
 
-    one_sided: ClassVar[str] = "its state holds the tokens before the query alone"
-
     num_heads: int
     key_dim: int
     value_dim: int | None = None
@@ -62,6 +59,11 @@ class GatedDelta(LinearLayer):
             self.num_heads % self.num_key_heads == 0,
             f"num_heads must be a multiple of num_key_heads, found {self.num_heads} and {self.num_key_heads}",
         )
+
+    @property
+    def one_sided(self) -> str:
+        """Why it is for causal attention alone."""
+        return "its state holds the tokens before the query alone"
 
     @property
     def channels(self) -> tuple[int, int, int]:

@@ -19,9 +19,9 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from posjax._checks import check, check_count, check_positive
+from posjax._checks import check, check_count, check_flags, check_positive
 from posjax._numbers import widened
 
 
@@ -33,8 +33,11 @@ class LinearLayer:
 
     random: ClassVar[bool] = False
     """Whether ``init`` draws random features. They are not trained, are saved with the model, and may be redrawn."""
-    one_sided: ClassVar[str | None] = None
-    """What to use in bidirectional attention in its place, if it is for causal attention alone; see ``Features``."""
+
+    @property
+    def one_sided(self) -> str | None:
+        """What to use in its place where every token sees both sides, if it is for causal attention alone."""
+        return None
 
     def init(self, key: Array, *, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Array]:
         """Parameters or random features of one layer, ``{}`` if there are none. They are passed back to the maps."""
@@ -47,10 +50,28 @@ class LinearKernel(LinearLayer, abc.ABC):
 
     Inner products are non-negative; features may be negative. Elementwise maps have no factor 1 / sqrt(d); each kernel
     says whether it has one.
+
+    Args:
+        decay: whether each head h = 0, 1, ... forgets: a weight at distance r is multiplied by ``(1 - 2^(-5-h))^r``
+            (retention, Sun et al., arXiv 2307.08621, equation 8). Causal attention only.
     """
+
+    decay: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self):
+        check_flags(self)
 
     of_inner_product: ClassVar[bool] = False
     """Whether ``phi . psi`` is a function of ``q . k``, so that ``q`` and ``k`` are rotated before the map."""
+
+    @property
+    def one_sided(self) -> str | None:
+        """The option that makes it two-sided, if it decays."""
+        return "decay=False" if self.decay else None
+
+    def log_decay(self, heads: Int[Array, "heads"]) -> Float[Array, "heads"] | None:
+        """The log decay of the key heads with these numbers; None without decay."""
+        return jnp.log1p(-jnp.exp2(-5.0 - heads)) if self.decay else None
 
     def size(self, head_dim: int) -> int:
         """The width m of the features of a head of size ``head_dim``."""
@@ -159,6 +180,7 @@ class ScaledKernel(LinearKernel):
     of_inner_product: ClassVar[bool] = True
 
     def __post_init__(self):
+        super().__post_init__()
         if self.scale is not None:
             check_positive("scale", self.scale)
 

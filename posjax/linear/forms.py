@@ -1,12 +1,16 @@
 """Linear attention in linear time: causal, chunk by chunk, and bidirectional.
 
-    o_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = phi_i . psi_j exp(c_j)    over the keys j that i may see
+    o_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = phi_i . psi_j exp(c_j + G_i - G_j)    over the keys j that i may see
 
 Queries and keys are features (``posjax.linear.feature_maps``), ``c`` is the log scale of a key. The sums over j are
 products of ``phi_i`` with a state, ``S = sum_j exp(c_j) psi_j v_j^T`` and ``z = sum_j exp(c_j) psi_j``: linear time,
 and one state of fixed size when decoding (Katharopoulos et al., arXiv 2006.16236, section 3). Sums are stored divided
 by ``exp(M)``, where ``M`` is the largest ``c`` so far. This factor cancels, nothing overflows, and no later key is
 read.
+
+``G_i`` is the sum of the log decays ``g <= 0`` of the tokens up to i, in causal attention; without decays it is 0. The
+decay of a head may be a number (retention, Sun et al., arXiv 2307.08621), or come from every token (gated linear
+attention, Yang et al., arXiv 2312.06635, with one gate for a head). It multiplies the state, ``S <- exp(g_i) S``.
 
 With ``q_numerator`` and ``k_numerator`` the numerator has its own features, with RoPE applied.
 
@@ -73,6 +77,7 @@ class _Tokens(NamedTuple):
     psi: Float[Array, "batch kv_heads k m"]
     v: Float[Array, "batch kv_heads k value_size"]
     log_scale: Float[Array, "batch kv_heads k"]
+    log_decay: Float[Array, "batch kv_heads k"] | None
     ids: Int[Array, "batch q"]
     phi_numerator: Float[Array, "batch kv_heads group q n"] | None
     psi_numerator: Float[Array, "batch kv_heads k n"] | None
@@ -94,7 +99,7 @@ class _Tokens(NamedTuple):
         return self.phi.astype(self.dtype), self.psi.astype(self.dtype)
 
 
-_TOKEN_AXES = _Tokens(phi=3, psi=2, v=2, log_scale=2, ids=1, phi_numerator=3, psi_numerator=2)
+_TOKEN_AXES = _Tokens(phi=3, psi=2, v=2, log_scale=2, log_decay=2, ids=1, phi_numerator=3, psi_numerator=2)
 
 
 class _Sums(NamedTuple):
@@ -114,6 +119,7 @@ def chunked(
     v: Float[Array, "batch length kv_heads value_size"],
     *,
     log_scale: Float[Array, "batch length kv_heads"] | None = None,
+    log_decay: Float[Array, "batch length kv_heads"] | None = None,
     q_numerator: Float[Array, "batch length heads n"] | None = None,
     k_numerator: Float[Array, "batch length kv_heads n"] | None = None,
     segment_ids: Int[Array, "batch length"] | None = None,
@@ -130,6 +136,7 @@ def chunked(
         phi, psi: features of queries and keys; ``heads`` a multiple of ``kv_heads``.
         v: values.
         log_scale: ``c``, the second result of ``LinearKernel.key``; zero if absent.
+        log_decay: ``g``, at most 0; zero if absent.
         q_numerator, k_numerator: features of the numerator if they differ from ``phi`` and ``psi``; both or neither.
         segment_ids: see this module.
         state: the state after the earlier tokens, from an earlier call; empty if absent. Without ``segment_ids`` the
@@ -144,7 +151,7 @@ def chunked(
         ValueError: for shapes that do not fit each other, and a ``chunk_size`` that is not positive.
     """
     check_count("chunk_size", chunk_size)
-    x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state)
+    x = _tokens(phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state, log_decay=log_decay)
     state, out = _scan(x, _start(x, state), chunk_size, partial(_divide, dtype=v.dtype))
     return ungrouped(_join(out, phi.shape[1], 3)), state
 
@@ -259,10 +266,24 @@ def _scan(x: _Tokens, state: LinearState, size: int, finish, *, diagonal: bool =
 
     @partial(jax.checkpoint, prevent_cse=False)
     def step(before: LinearState, chunk: _Tokens):
+        chunk, decayed = _from_start(chunk)
         within = _within(chunk, jnp.tril(same_segment(chunk.ids), 0 if diagonal else -1))
-        return _absorb(before, chunk), finish(_add(within, _read(before, chunk)))
+        after = _absorb(before, chunk)
+        after = after if decayed is None else dataclasses.replace(after, log_scale=after.log_scale + decayed)
+        return after, finish(_add(within, _read(before, chunk)))
 
     return jax.lax.scan(step, state, _split(x, size))
+
+
+def _from_start(x: _Tokens) -> tuple[_Tokens, Float[Array, "batch kv_heads"] | None]:
+    """A chunk whose decays are in the scales of its keys, ``c_j - G_j``, and the sum of its decays, None without any.
+
+    ``G`` is counted from the start of the chunk. The factor ``exp(G_i)`` of a query cancels.
+    """
+    if x.log_decay is None:
+        return x, None
+    sums = x.log_decay.astype(x.dtype).cumsum(-1)
+    return x._replace(log_scale=x.log_scale - sums, log_decay=None), sums[..., -1]
 
 
 def _both_ways(x: _Tokens, size: int) -> _Sums:
@@ -319,7 +340,7 @@ def _check_state(x: _Tokens, state: LinearState) -> None:
 
 
 def _tokens(
-    phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state: LinearState | None = None, *, square=True
+    phi, psi, v, log_scale, q_numerator, k_numerator, segment_ids, state=None, *, log_decay=None, square=True
 ) -> _Tokens:
     """Checks the arguments of a form and transposes them; ``square`` requires as many keys as queries."""
     _check_arrays(phi, psi, v, q_numerator, k_numerator, square)
@@ -327,7 +348,8 @@ def _tokens(
         phi=grouped(phi, psi.shape[2]),
         psi=_heads_first(psi),
         v=_heads_first(v),
-        log_scale=_heads_first(_log_scale(log_scale, psi)),
+        log_scale=_heads_first(_of_keys("log_scale", log_scale, psi)),
+        log_decay=None if log_decay is None else _heads_first(_of_keys("log_decay", log_decay, psi)),
         ids=segments_of(segment_ids, phi.shape[:2], None if state is None else state.segment),
         phi_numerator=None if q_numerator is None else grouped(q_numerator, psi.shape[2]),
         psi_numerator=_heads_first(k_numerator),
@@ -339,13 +361,13 @@ def _heads_first(a: Array | None) -> Array | None:
     return None if a is None else a.swapaxes(1, 2)
 
 
-def _log_scale(log_scale: Array | None, psi: Array) -> Float[Array, "batch length kv_heads"]:
-    """The log scale of the keys, zeros if not given."""
+def _of_keys(name: str, given: Array | None, psi: Array) -> Float[Array, "batch length kv_heads"]:
+    """A number for every key, zeros if not given."""
     wanted = psi.shape[:3]
-    if log_scale is None:
+    if given is None:
         return jnp.zeros(wanted, at_least_float32(psi.dtype))
-    check(log_scale.shape == wanted, f"log_scale must have shape {wanted}, found {log_scale.shape}")
-    return log_scale
+    check(given.shape == wanted, f"{name} must have shape {wanted}, found {given.shape}")
+    return given
 
 
 def _without_padding(x: _Tokens) -> _Tokens:

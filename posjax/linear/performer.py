@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_flags, check_number, params_of
+from posjax._checks import check, check_choice, check_count, check_number, params_of
 from posjax.linear.feature_maps import ScaledKernel, stabilised
 
 
@@ -44,7 +44,6 @@ class Performer(ScaledKernel):
 
     def __post_init__(self):
         super().__post_init__()
-        check_flags(self)
         check_count("num_features", self.num_features)
         check_choice("norms", self.norms, ("chi", "constant"))
         check(

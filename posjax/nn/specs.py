@@ -127,6 +127,7 @@ class Experts:
     dense_dim: int | None = None
 
     def __post_init__(self):
+        check_flags(self, "experts.")
         check_counts(**{"experts.count": self.count, "experts.per_token": self.per_token})
         names_layers = all(type(layer) is int and layer >= 0 for layer in self.dense)
         check(names_layers, f"experts.dense must name layers, from 0, found {describe(self.dense)}")

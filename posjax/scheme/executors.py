@@ -392,6 +392,7 @@ class LinearAttention:
     ):
         """One pass over whole sequences or segments; ``visible`` and ``gates`` are not used."""
         where.placement.check_scheme(self.scheme)
+        check_direction(self.scheme, causal)
         check(
             mask is None or isinstance(mask, masks.Segments),
             f"mask: linear attention sees whole documents, so only masks.Segments is supported, found {describe(mask)}",
@@ -412,7 +413,13 @@ class LinearAttention:
     def _run(self, form: Callable, projected, params: Params, where: TokenPositions, ids: Array | None):
         """The result of ``form``, one of the forms of ``posjax.linear``, on raw projections with segment ids."""
         q, k, v = projected if ids is None else without_padding(masks.Segments(ids), *projected)
-        return form(v=v, segment_ids=ids, **self._features(q, k, params, where))
+        return form(v=v, segment_ids=ids, **self._features(q, k, params, where), **self._decay(k, where))
+
+    def _decay(self, k, where: TokenPositions) -> dict[str, Array]:
+        """The decay of this device's key heads, if the kernel has one."""
+        heads = where.placement.key_heads(k.shape[2])
+        decay = self.scheme.linear.log_decay(jnp.arange(k.shape[2]) if heads is None else heads)
+        return {} if decay is None else {"log_decay": jnp.broadcast_to(decay, k.shape[:3])}
 
     def _features(self, q, k, params: Params, where: TokenPositions) -> dict[str, Array | None]:
         """The arguments of a form, from raw queries and keys."""

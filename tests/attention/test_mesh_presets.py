@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import posjax as pj
+
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE, WIDTH = 4, 12, 4, 2, 8, 16
 
 
@@ -24,7 +26,7 @@ def schemes() -> dict:
     return named
 
 
-SCHEMES = schemes()
+SCHEMES = schemes() | {"retention 1": pj.scheme("linear-elu", decay=True)}
 
 
 @cache
@@ -80,7 +82,7 @@ def check(name, kind):
 
 
 # An example for each way in which a slot holds arrays or differs between heads; ``fox`` and ``mixed`` are below.
-COVERING = "cope coca-tied rerope linear-elu"
+COVERING = "cope coca-tied rerope retention"
 
 
 @pytest.mark.parametrize("name", COVERING.split())

@@ -12,6 +12,7 @@ from refusals import refused
 
 from posjax import linear
 from posjax.linear import Elu, Exponential
+from posjax.scheme import Scheme
 
 B, T, H, K, D, DV = 2, 19, 4, 2, 4, 3
 RNG = np.random.default_rng(0)
@@ -157,6 +158,49 @@ def test_huge_keys_neither_overflow_nor_reach_back(form):
     weights = huge["phi"][:, 13] * np.repeat(huge["psi"][:, 12], H // K, 1)
     only = weights[..., 1:].sum(-1, keepdims=True) / weights.sum(-1, keepdims=True) * np.repeat(V[:, 12], H // K, 1)
     chex.assert_trees_all_close(found[0][:, 13], only, atol=1e-5)
+
+
+DECAY = -np.exp(RNG.normal(-1, 1.5, (B, T, K))).astype(np.float32)
+
+
+def decaying(mapped, v, allowed):
+    """One query at a time: the weight of a key decays with every token behind it."""
+    out = np.zeros((B, T, H, DV))
+    for b, i, h in np.ndindex(B, T, H):
+        g, sums = h // (H // K), np.asarray(DECAY, np.float64)[b, : i + 1, h // (H // K)][::-1].cumsum()[::-1]
+        factor = np.exp(np.append(sums[1:], 0)) * allowed[b, i, : i + 1]
+        weights = np.asarray(mapped["psi"], np.float64)[b, : i + 1, g] @ mapped["phi"][b, i, h] * factor
+        out[b, i, h] = weights @ v[b, : i + 1, g] / max(weights.sum(), 1e-300)
+    return out
+
+
+@pytest.mark.parametrize("form", [recurrent, by_four, linear.chunked])
+def test_weights_decay_with_every_token(form):
+    ids = np.where(np.arange(T) < 8, 0, 1) + np.zeros((B, 1), np.int32)
+    same = np.tril(ids[:, :, None] == ids[:, None, :])
+    out, state = jax.jit(form)(v=V, segment_ids=ids, log_decay=DECAY, **PLAIN)
+    np.testing.assert_allclose(out, decaying(PLAIN, V, same), atol=1e-5)
+    parts, after = [], None
+    for at in (np.s_[:, :5], np.s_[:, 5:]):
+        named = {name: x if x is None else x[at] for name, x in PLAIN.items()}
+        part, after = form(v=V[at], segment_ids=ids[at], log_decay=DECAY[at], state=after, **named)
+        parts.append(part)
+    chex.assert_trees_all_close((jnp.concatenate(parts, 1), after.segment), (out, state.segment), atol=1e-5)
+
+
+def test_kernels_of_retention_decay_by_head():
+    """``1 - 2^(-5-h)`` of RetNet, equation 8; one state in decoding."""
+    scheme = Scheme(linear=Elu(decay=True))
+    q, k, v = (RNG.standard_normal((B, T, K, D), np.float32) for _ in range(3))
+    found = scheme.attend(q, k, v)
+    distance = np.subtract.outer(np.arange(T), np.arange(T))
+    gamma = 1 - 2.0 ** (-5 - np.arange(K))
+    kernel = np.einsum("bihm,bjhm->bhij", *(np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q, k)))
+    weights = np.tril(kernel * gamma[:, None, None] ** np.maximum(distance, 0))
+    np.testing.assert_allclose(
+        found, np.einsum("bhij,bjhv->bihv", weights / weights.sum(-1, keepdims=True), v), atol=1e-5
+    )
+    refused("decay", lambda: scheme.attend(q, k, v, causal=False))
 
 
 def test_outputs_have_the_dtype_of_values_and_states_are_float32():
