@@ -151,11 +151,14 @@ class Losses:
 
     def mean(self, last: int = 0) -> float:
         """The mean over all tokens, or over those of the `last` positions."""
-        return float(self.sums[-last:].sum() / self.counts[-last:].sum())
+        count = self.counts[-last:].sum()
+        return float(self.sums[-last:].sum() / count) if count else math.nan
 
     @property
     def error(self) -> str | None:
         """Why there is no number; None if there is one."""
+        if not self.counts.any():
+            return "no token of these windows is scored: none of them is in a turn of the assistant"
         mean = self.mean()
         return None if mean < _LARGEST_NLL else f"the loss is not finite ({mean} nats per token)"
 
