@@ -59,7 +59,12 @@ def open_corpora(config: Config, tokenizer: Tokenizer, log: Log) -> list[Corpus]
 
 
 def texts_of(config: Config, tokenizer: Tokenizer) -> list[Text]:
-    """Where the tokens of every part of the mixture are, or will be; this lists the files."""
+    """Where the tokens of every part of the mixture are, or will be; this lists the files.
+
+    Raises ValueError for conversations whose template does not tell the assistant's turns.
+    """
+    if config.data.has_conversations:
+        tokenizer.chat.check_turns()
     return [
         Text(files, part, config.data.bad_records, _path(config, _key(files, part, tokenizer)))
         for files, part in zip(list_files(config.data), config.data.parts, strict=True)

@@ -54,7 +54,7 @@ class ChatTemplate:
         ends: the words of all special tokens.
 
     Raises:
-        ValueError: for a template that is not valid, or whose turns cannot be found.
+        ValueError: for a template that is not valid.
     """
 
     def __init__(self, sources: Mapping[str, str], specials: Mapping[str, str], ends: Sequence[str]):
@@ -69,7 +69,25 @@ class ChatTemplate:
             raise ValueError(f"data.tokenizer: its chat template is not valid: {in_a_line(error)}") from None
         self._tagged = {name for name, source in sources.items() if _TAG.search(source)}
         self.identity = hashlib.sha256(json.dumps([dict(sources), self._specials]).encode()).hexdigest()
-        self._check_turns()
+        self._sources = dict(sources)
+
+    def source(self, name: str = "default") -> str:
+        """The text of a template."""
+        return self._sources[name]
+
+    def prompt(self, messages: Sequence[Message], is_open: bool = False) -> str:
+        """The text of messages with the prompt for an answer after it; or, if open, up to the end of what the last
+        message says, so that it can be continued.
+
+        Raises ValueError if the template refuses the messages.
+        """
+        given = {"tools": None, "documents": None, **self._specials}
+        text = self._between_marks(self._draw("default", given, list(map(_plain, messages)), not is_open)).text
+        if not is_open:
+            return text
+        said = str(messages[-1].get("content") or "").strip()
+        check(said in text, "the chat template does not write the last message as it is, so it cannot be continued")
+        return text[: text.rindex(said) + len(said)]
 
     def render(
         self,
@@ -138,7 +156,7 @@ class ChatTemplate:
         )
         return len(prompt), stop
 
-    def _check_turns(self) -> None:
+    def check_turns(self) -> None:
         """Raises ValueError if the turns of the shortest conversation cannot be found."""
         try:
             self.render(_PROBE)

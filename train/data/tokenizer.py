@@ -58,12 +58,21 @@ class Tokenizer:
         """The tokens of a piece of text. Special tokens that are spelled out in it are encoded as plain text."""
         return np.array(self._ids([text])[0], token_type(self.vocabulary_size))
 
-    def prompt(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """The opening and the tokens of a prompt. Special tokens that are spelled out in it, as in chats, are
-        recognised."""
+    def prompt(self, text: bytes, opening: bool = True) -> UInt[np.ndarray, "tokens"]:
+        """The opening, unless left out, and the tokens of a prompt. Special tokens that are spelled out in it, as in
+        chats, are recognised."""
         ids = self._prompt_ids(text)
-        spelt = tuple(ids[: len(self.opening)]) == self.opening
+        spelt = not opening or tuple(ids[: len(self.opening)]) == self.opening
         return np.array([*(() if spelt else self.opening), *ids], token_type(self.vocabulary_size))
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The ids of the special tokens."""
+        return frozenset(self._specials[:4])
+
+    def text(self, tokens: Sequence[int]) -> bytes:
+        """The text of tokens, special tokens included where the tokenizer spells them."""
+        return self._text([int(token) for token in tokens if token < self._size])
 
     def encode_all(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "_"]]:
         """The tokens of several documents, each its opening, its text and EOS; on all cores if the library can."""
@@ -73,7 +82,7 @@ class Tokenizer:
     def chat(self) -> ChatTemplate:
         """The template of conversations: that of ``data.chat_template``, or else the tokenizer's own.
 
-        Raises ValueError without one, or for one that is not valid or does not tell the assistant's turns.
+        Raises ValueError without one, or for one that is not valid.
         """
         raise ValueError("data.messages_key: conversations need a tokenizer.json or a GGUF file with a chat template")
 
@@ -85,8 +94,7 @@ class Tokenizer:
     def decode(self, tokens: np.ndarray) -> bytes:
         """The text of tokens, without special tokens."""
         left_out = set(self._specials[:4])
-        ids = [int(token) for token in np.asarray(tokens).reshape(-1) if token < self._size and token not in left_out]
-        return self._text(ids)
+        return self.text([token for token in np.asarray(tokens).reshape(-1) if token not in left_out])
 
     def _document(self, ids: Sequence[int]) -> UInt[np.ndarray, "_"]:
         first = len(self.opening)
@@ -243,8 +251,13 @@ class HuggingFaceTokenizer(Tokenizer):
         found = self._find(vocabulary, declared)
         begins = self._tokenizer.encode("a").ids[:1] == [found.get("bos")]
         super().__init__(max(vocabulary.values()) + 1, found, content, own, begins)
-        special = {vocabulary[name] for name in self._special_tokens()}
-        self.encoded_size = 1 + max({*vocabulary.values()} - special | {*self._specials[:4]})
+        self._all_special = frozenset(vocabulary[name] for name in self._special_tokens())
+        self.encoded_size = 1 + max({*vocabulary.values()} - self._all_special | {*self._specials[:4]})
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The ids of the special tokens, also those without a role of the four."""
+        return super().special | self._all_special
 
     def _special_tokens(self) -> set[str]:
         return {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}

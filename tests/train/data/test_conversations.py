@@ -23,10 +23,13 @@ def encoded(path, record, **data):
     return ids_of(tokens), labels_of(tokens) >= 0
 
 
+def reference(folder):
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+
+
 def expected(folder, record):
     """Ids, and which of them the assistant says, by transformers."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = reference(folder)
     found = tokenizer.apply_chat_template(
         record["messages"], tools=record.get("tools"), return_assistant_tokens_mask=True, return_dict=True
     )
@@ -53,6 +56,18 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path, name):
             found, turns = encoded(path, record)
             np.testing.assert_array_equal(found, ids)
             np.testing.assert_array_equal(turns, learned, err_msg=f"{path.parent.name}: {record}")
+
+
+@pytest.mark.parity
+def test_prompts_are_those_of_transformers(tmp_path):
+    for name, form in FORMATS.items():
+        path = write_tokenizer(tmp_path / name, form, form.template)
+        chat, theirs = load_tokenizer(DataConfig(tokenizer=str(path))).chat, reference(path.parent)
+        messages = CONVERSATIONS["two turns"]["messages"]
+        for some, is_open in ((messages[:-1], False), (messages, True)):
+            options = {"continue_final_message": True} if is_open else {"add_generation_prompt": True}
+            wanted = theirs.apply_chat_template(some, tokenize=False, **options)
+            assert chat.prompt(some, is_open) == wanted, name
 
 
 @pytest.mark.parity
@@ -121,8 +136,10 @@ def test_turns_that_cannot_be_told_are_refused():
     )
     refused("generation", lambda: thinking.render(two))
     alike = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-    refused("data.chat_template", lambda: template(alike))
-    refused("generation", lambda: template("{% if false %}{% generation %}{% endgeneration %}{% endif %}"))
+    refused("data.chat_template", lambda: template(alike).check_turns())
+    refused(
+        "generation", lambda: template("{% if false %}{% generation %}{% endgeneration %}{% endif %}").check_turns()
+    )
     refused("chat template", lambda: template("{% for message in messages %}"))
     refused("assistant", lambda: thinking.render(one[:1]))
     refused("alternate", lambda: template(FORMATS["gemma"].plain).render(one[1:]))
