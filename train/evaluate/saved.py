@@ -22,6 +22,8 @@ from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, use_mesh
 from train.evaluate.perplexity import check_lengths, perplexities
+from train.evaluate.ruler.scoring import ruler_rows
+from train.evaluate.ruler.tasks import check_ruler
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, task_rows
 from train.loop.fit import read_result
 from train.model.build import RELEASED, Setup, check_vocabulary, evaluated_scheme, model_length, scheme_of
@@ -148,6 +150,10 @@ def _rows_of_program(
     for at_length in perplexities(predictor, models, held_out, last_length=last_length(config), **asked):
         for each, columns, perplexity in zip(found, about, at_length, strict=True):
             yield each.number, {**columns, **perplexity.as_row()}
+    for each in found if sizes.ruler.tasks else ():
+        model = each.model.with_scheme(scheme)
+        for row in ruler_rows(model, vocabulary.tokenizer, config, mesh):
+            yield each.number, {**_which(each, entry), **row}
     for each, parameters in zip(found, models, strict=True):
         for task in sizes.tasks:
             for length in lengths_of(task, sizes, vocabulary):
@@ -206,12 +212,13 @@ def evaluation_documents(setup: Setup, trials: bool = False) -> list[np.ndarray]
     If ``compare.sweep`` has trials, every second document is for trials, and reports use only the others.
 
     Raises ValueError if a model of this config cannot be measured on them at ``evaluate.lengths``, or on the tasks of
-    ``evaluate.tasks``.
+    ``evaluate.tasks`` and ``evaluate.ruler``.
     """
     config = setup.config
     check_causal(config)
     check_vocabulary(setup)
     check_tasks(config.evaluate, Vocabulary(setup.tokenizer))
+    check_ruler(config.evaluate, setup.tokenizer)
     held_out = held_out_sample(config, setup.tokenizer).documents()
     if config.compare.sweep.learning_rate:
         check(

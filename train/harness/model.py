@@ -8,7 +8,7 @@ import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -23,13 +23,13 @@ from posjax.scheme.choices import check_reach
 from train.checkpoint.restore import config_of, entry_in_stage, restore
 from train.config.settings.checks import check
 from train.data.tokenizer import ends_of_text
-from train.evaluate.decoder import drawn_in_use, empty_cache, predictor_of, to_decode
+from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, use_mesh, whole
 from train.evaluate.predictor import Predictor, after
 from train.evaluate.saved import check_causal
+from train.evaluate.written import Writer, padded, rounded
 from train.model.build import Setup, check_vocabulary, evaluated_scheme, model_length
 
-_SHORTEST = 32  # tokens of a row that is padded
 _LOOKBACK = 8  # tokens more than a stop string has bytes, in which it is looked for
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -72,7 +72,7 @@ class PosjaxLM(TemplateLM):
         check_causal(config)
         setup = Setup(config)
         check_vocabulary(setup)
-        self._tokens, self._seed = setup.tokenizer, config.seed
+        self._tokens = setup.tokenizer
         self.vocabulary = config.model.vocab_size or self._tokens.vocabulary_size
         self.max_length = max_length or (max(config.evaluate.lengths) if config.scheme.extend else model_length(config))
         automatic = str(batch_size).startswith("auto")
@@ -82,11 +82,10 @@ class PosjaxLM(TemplateLM):
         entry = entry_in_stage(config.scheme, config, stage)
         self._model = model.with_scheme(evaluated_scheme(stage, entry, self.max_length))
         check_reach(self._model.config.layers.reach, "max_length", self.max_length)
-        self._ends = ends_of_text(config.data, self._tokens)
         with use_mesh(self._mesh):
-            self._predictor, self._parameters = predictor_of(self._model, self._seed, self._mesh)
-        self._rows = self._predictor.filled(self.batch_size)
-        self._init_cache = partial(empty_cache, mesh=self._mesh)
+            self._predictor, self._parameters = predictor_of(self._model, config.seed, self._mesh)
+        self._rows, ends = self._predictor.filled(self.batch_size), ends_of_text(config.data, self._tokens)
+        self._writer = Writer(self._model, self._rows, self.max_length, ends, config.seed, self._mesh)
 
     # What the base class asks for.
 
@@ -144,14 +143,19 @@ class PosjaxLM(TemplateLM):
         return found
 
     def _batches(self, requests: Sequence[Scored]) -> Iterator[list[tuple[tuple[int, ...], list[int]]]]:
-        """Rows of tokens, the longest first, and the requests that are scored in each: choices of one token share
-        one."""
+        """Rows of tokens, the longest first, and the requests that are scored in each: choices of one token share one.
+
+        For a scheme that depends on the length, rows of one batch have the same.
+        """
         rows: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):
             check(0 < len(continuation) <= self.max_length, _too_long(len(continuation), self.max_length))
             rows[tuple((context + continuation)[-(self.max_length + 1) : -1])].append(number)
         ordered = sorted(rows.items(), key=lambda item: -len(item[0]))
-        return (ordered[start : start + self.batch_size] for start in range(0, len(ordered), self.batch_size))
+        depends = self._model.config.layers.reads_length
+        groups = [list(group) for _, group in groupby(ordered, lambda item: len(item[0]) if depends else 0)]
+        size = self.batch_size
+        return (group[start : start + size] for group in groups for start in range(0, len(group), size))
 
     @staticmethod
     def _places(request: Scored, length: int) -> Iterator[tuple[int, int]]:
@@ -163,7 +167,8 @@ class PosjaxLM(TemplateLM):
         self, inputs: Sequence[list[int]], asked: Sequence[list[tuple[int, int]]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The likeliest token at the asked places of every row, and the loss of the asked token, [rows, asked] each."""
-        length, most = self._padded(max(map(len, inputs))), _rounded(max(map(len, asked)))
+        longest, most = max(map(len, inputs)), rounded(max(map(len, asked)))
+        length = padded(self._model.config.layers, longest, self.max_length)
         tokens = np.zeros((self._rows, length), np.int32)
         places = np.zeros((2, self._rows, most), np.int32)
         for row, (given, wanted) in enumerate(zip(inputs, asked, strict=True)):
@@ -171,13 +176,6 @@ class PosjaxLM(TemplateLM):
             places[:, row, : len(wanted)] = np.transpose(wanted)
         with use_mesh(self._mesh):
             return jax.device_get(_after(self._predictor, self._parameters, tokens, *places))
-
-    def _padded(self, length: int) -> int:
-        """The length of rows: one of few, which are compiled; the own one if the scheme depends on it."""
-        layers = self._model.config.layers
-        if layers.reads_length or layers.training_positions is not None:
-            return length
-        return min(max(_rounded(length), _SHORTEST), self.max_length)
 
     # Generation.
 
@@ -189,14 +187,10 @@ class PosjaxLM(TemplateLM):
             groups[json.dumps(request.args[1], sort_keys=True, default=str)].append(number)
         for numbers in groups.values():
             options = normalize_gen_kwargs(requests[numbers[0]].args[1], self.max_gen_toks)
-            contexts = {number: self.tok_encode(requests[number].args[0]) for number in numbers}
-            numbers.sort(key=lambda number: -len(contexts[number]))
-            for start in range(0, len(numbers), self.batch_size):
-                some = numbers[start : start + self.batch_size]
-                texts = self._texts_after([contexts[number] for number in some], dict(options))
-                for number, text in zip(some, texts, strict=True):
-                    found[number] = text
-                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
+            texts = self._texts_after([self.tok_encode(requests[number].args[0]) for number in numbers], options)
+            for number, text in zip(numbers, texts, strict=True):
+                found[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
     def _texts_after(self, contexts: Sequence[list[int]], options: dict[str, Any]) -> list[str]:
@@ -204,52 +198,16 @@ class PosjaxLM(TemplateLM):
         until, new = handle_stop_sequences(options.pop("until", None), eos=eos), options.pop("max_gen_toks")
         room = self.max_length - new
         check(room > 0, f"max_gen_toks: {new} new tokens leave no room for a context in {self.max_length} (max_length)")
-        sampling = _sampling(options)
+        stops = [stop for stop in until if stop]
+        lookback = _LOOKBACK + max((len(stop.encode()) for stop in stops), default=0)
+
+        def is_over(tokens: list[int]) -> bool:
+            recent = self._decoded(tokens[-lookback:])
+            return any(stop in recent for stop in stops)
+
         cut = [context[-room:] for context in contexts]
-        generated = self._generated(cut, new, sampling, [stop for stop in until if stop])
+        generated = self._writer.after(cut, new, _sampling(options), is_over)
         return [postprocess_generated_text(self._decoded(tokens), until, None) for tokens in generated]
-
-    def _generated(
-        self, contexts: Sequence[list[int]], new: int, sampling: nn.Sampling, until: Sequence[str]
-    ) -> list[list[int]]:
-        """The tokens after contexts, until every row has one of the strings, or its end."""
-        columns = min(self._padded(max(map(len, contexts))), self.max_length - new)
-        prompts, valid = np.zeros((self._rows, columns), np.int32), np.zeros((self._rows, columns), bool)
-        for row in range(self._rows):
-            context = contexts[min(row, len(contexts) - 1)]
-            prompts[row, columns - len(context) :], valid[row, columns - len(context) :] = context, True
-        lookback = _LOOKBACK + max((len(stop.encode()) for stop in until), default=0)
-        found: list[list[int]] = [[] for _ in contexts]
-        going = set(range(len(contexts)))
-        with use_mesh(self._mesh):
-            steps = nn.stream(
-                self._ready,
-                prompts,
-                new,
-                sampling=sampling,
-                stop=self._ends,
-                valid=valid,
-                key=jax.random.key(self._seed),
-                positions=drawn_in_use(self._model, columns + new, self._seed, self._rows).positions,
-                init_cache=self._init_cache,
-            )
-            for tokens in steps:
-                for row in sorted(going):
-                    if tokens[row] < 0 or tokens[row] in self._ends:
-                        going.remove(row)
-                        continue
-                    found[row].append(int(tokens[row]))
-                    recent = self._decoded(found[row][-lookback:])
-                    if any(stop in recent for stop in until):
-                        going.remove(row)
-                if not going:
-                    break
-        return found
-
-    @functools.cached_property
-    def _ready(self) -> nn.Decoder:
-        """The model, made ready to generate."""
-        return to_decode(self._model, self._mesh)
 
     def _decoded(self, tokens: Sequence[int], special: bool = False) -> str:
         """The text of tokens, without special tokens unless asked for."""
@@ -276,12 +234,6 @@ class PosjaxLM(TemplateLM):
 def _after(predictor: Predictor, parameters: Any, tokens: Any, at: Any, targets: Any) -> Any:
     """`after`, as every process can read it."""
     return jax.tree.map(whole, after(predictor, parameters, tokens, at, targets, tokens.shape[1]))
-
-
-def _rounded(number: int) -> int:
-    """The least 2^n or 3 x 2^n that is at least a number."""
-    power = 1 << (number - 1).bit_length()
-    return 3 * power // 4 if number <= 3 * power // 4 and power > 2 else power
 
 
 def _too_long(tokens: int, length: int) -> str:

@@ -25,6 +25,24 @@ SECTIONS = {
 """The tasks that `evaluate.tasks` may name, and the section with the sizes of each."""
 
 
+RULER = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+)
+"""The tasks that `evaluate.ruler.tasks` may name."""
+
+
 @dataclass(frozen=True)
 class TaskConfig:
     """The sizes that every task has. Every model gets the same cases, with any seed."""
@@ -88,6 +106,16 @@ class MqarConfig(TaskConfig):
     power: float = 0.01  # parameter of the power law of the distance from a pair to its query
 
 
+@dataclass(frozen=True)
+class RulerConfig(TaskConfig):
+    """RULER's tasks, whose answers the model writes; as in RULER, 500 cases make a table."""
+
+    tasks: tuple[str, ...] = ()
+    essays: str = ""  # a file with the text of the haystack, as Paul Graham's essays
+    squad: str = ""  # dev-v2.0.json of SQuAD, for qa_1
+    hotpotqa: str = ""  # hotpot_dev_distractor_v1.json of HotpotQA, for qa_2
+
+
 _TASK_SECTIONS = tuple(dict.fromkeys(SECTIONS.values()))
 
 
@@ -116,6 +144,7 @@ class EvaluateConfig:
     mqar: MqarConfig = field(default_factory=MqarConfig)
     copy: TaskConfig = field(default_factory=TaskConfig)
     induction: DepthConfig = field(default_factory=DepthConfig)
+    ruler: RulerConfig = field(default_factory=RulerConfig)
 
     def __post_init__(self):
         check_positive("evaluate", self, "tokens", "batch_tokens")
@@ -128,9 +157,18 @@ class EvaluateConfig:
             if task not in SECTIONS:
                 raise unknown("evaluate.tasks", task, list(SECTIONS), "task")
         check_distinct("evaluate.tasks", self.tasks, "leave one out")
-        for name in _TASK_SECTIONS:
+        for task in self.ruler.tasks:
+            if task not in RULER:
+                raise unknown("evaluate.ruler.tasks", task, list(RULER), "task")
+        check_distinct("evaluate.ruler.tasks", self.ruler.tasks, "leave one out")
+        for name in (*_TASK_SECTIONS, "ruler"):
             self._check_section(f"evaluate.{name}", getattr(self, name))
         check(self.words.power >= 0.5, f"evaluate.words.power must be at least 0.5, found {self.words.power}")
+
+    @property
+    def ruler_lengths(self) -> tuple[int, ...]:
+        """The lengths of RULER's tasks."""
+        return self.ruler.lengths or self.lengths
 
     def section(self, task: str) -> TaskConfig:
         """The sizes of a task."""
