@@ -47,6 +47,7 @@ class PosjaxLM(TemplateLM):
             of ``evaluate.lengths``, to which the extension reaches.
         max_batch_size: given by lm-eval, and not needed.
         device: given by lm-eval, and not read: JAX has devices of its own.
+        tokenizer: not read; lm-eval gives it to tasks that count tokens, as RULER's.
         **overrides: keys of the config and their values, as ``scheme.extend``.
 
     Raises:
@@ -62,6 +63,7 @@ class PosjaxLM(TemplateLM):
         max_length: int | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
+        tokenizer: str | None = None,
         **overrides: Any,
     ):
         super().__init__()
