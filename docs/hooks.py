@@ -19,7 +19,16 @@ from pages import GROUPS, members, overview, page
 import posjax as pj
 
 _GUIDES = ("index.md", "choosing.md", "released.md", "own-model.md", "own-methods.md", "decoding.md")
-_TRAINING = ("training.md", "launching.md", "gpus.md", "checkpoints.md", "evaluation.md", "comparing.md", "plans.md")
+_TRAINING = (
+    "training.md",
+    "launching.md",
+    "gpus.md",
+    "checkpoints.md",
+    "evaluation.md",
+    "long-context.md",
+    "comparing.md",
+    "plans.md",
+)
 _RESULTS = ("results.md", "studies.md")
 MODULES = tuple(found.name for found in pkgutil.iter_modules(pj.__path__) if not found.name.startswith("_"))
 

@@ -103,6 +103,16 @@ def generate(path: str, overrides: Sequence[str], prompt: str, **sampling: float
         generate(directory, prompt, SamplingOptions(**sampling), overrides)
 
 
+def lm_eval(path: str, overrides: Sequence[str], arguments: Sequence[str]) -> None:
+    """measure a trained run or a released model on tasks of lm-eval; its own options come after --"""
+    model = _run_of(path, overrides)
+    from train.harness.command import lm_eval
+    from train.runtime.distributed import processes
+
+    with processes():
+        lm_eval(model, overrides, arguments)
+
+
 def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) -> None:
     """write a trained run, or a released model with an extension, in the layout of Hugging Face"""
     directory = _run_of(path, overrides)
@@ -190,7 +200,7 @@ def plan(
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     command.__name__: command
-    for command in (fit, tokenize, compare, evaluate, generate, search, export, verify, languages, bench, plan)
+    for command in (fit, tokenize, compare, evaluate, generate, lm_eval, search, export, verify, languages, bench, plan)
 }
 """Every command by name; it returns its exit status, or None for 0."""
 _YAML = "a YAML file, on this machine or at a URL"
@@ -203,6 +213,7 @@ _CONFIGS = {
     "compare": f"{_YAML}, with compare.schemes",
     "evaluate": _MODEL,
     "generate": _MODEL,
+    "lm_eval": _MODEL,
     "search": _MODEL,
     "export": _MODEL,
     "verify": "a run's directory, on this machine or at a URL; or the YAML file that it was made from, whose URL ends "
@@ -336,9 +347,13 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     """The arguments by name; overrides may be anywhere after the config."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     _check_command(parser, arguments)
+    others = {}
+    if arguments[:1] == ["lm_eval"]:  # whose own options are after --
+        stop = arguments.index("--") if "--" in arguments else len(arguments)
+        arguments, others = arguments[:stop], {"arguments": arguments[stop + 1 :]}
     options, rest = parser.parse_known_args(arguments)
     strange = [argument for argument in rest if argument.startswith("-") or "=" not in argument]
     if strange:
@@ -346,7 +361,7 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
         options.parser.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
     del options.parser
     options.overrides += rest
-    return vars(options)
+    return vars(options) | others
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

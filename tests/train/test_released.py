@@ -251,14 +251,21 @@ def test_a_run_is_exported_with_its_tokenizer_and_needs_the_model_no_longer(valu
     assert fit(with_changes(values, init=str(tmp_path / "moved"), name="alone")).finished
 
 
-def test_a_run_from_random_parameters_is_exported_with_a_tokenizer_of_its_own(values, tmp_path):
+def test_a_run_from_random_parameters_is_exported_with_a_tokenizer_and_a_chat_template_of_its_own(values, tmp_path):
     write_tokenizer(tmp_path, "quite another text " + TEXT, VOCABULARY)
     model = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "mlp_dim": 16}
-    data = {**values["data"], "tokenizer": f"{tmp_path}/tokenizer.json"}
+    said = "{% for each in messages %}{{ each.role + ': ' + each.content + '\n' }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(said + "{% if add_generation_prompt %}assistant: {% endif %}")
+    messages = [{"role": "user", "content": "The cat?"}, {"role": "assistant", "content": "sat"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 40)
+    mixture = [{"paths": values["data"]["paths"]}, {"paths": [f"{tmp_path}/chats.jsonl"], "messages_key": "messages"}]
+    own = {"tokenizer": f"{tmp_path}/tokenizer.json", "chat_template": f"{tmp_path}/own.jinja"}
+    data = {"source": "files", "mixture": mixture, **own}
     config = parse({**values, "init": "", "name": "seed", "model": model, "data": data})
     fit(config)
     assert cli.main(["export", str(config.directory), f"file://{tmp_path}/out"]) == 0
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    for name, written in (("tokenizer.json", "tokenizer.json"), ("own.jinja", "chat_template.jinja")):
+        assert (tmp_path / "out" / written).read_bytes() == (tmp_path / name).read_bytes()
     again, own = from_pretrained(tmp_path / "out"), restore(config.directory, config)[1]
     assert again.config == dataclasses.replace(own.config, query_scale=8**-0.5)  # its default, written out
     chex.assert_trees_all_equal(numbers(again), numbers(own))

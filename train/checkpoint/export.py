@@ -35,7 +35,8 @@ def export(
     """Writes the model of a run, or a released one, into a folder in the layout of Hugging Face.
 
     With ``scheme.extend`` the extended model is written, and its options are reported. The tokenizer's files are
-    copied; if it is not the released model's, its special tokens replace those in ``config.json``.
+    copied; if it is not the released model's, its special tokens replace those in ``config.json``. So is a template of
+    conversations that ``data.chat_template`` names.
 
     Args:
         location: the run or the released model.
@@ -62,6 +63,8 @@ def export(
             _write_special_tokens(load_tokenizer(config.data), folder)
         except (FileNotFoundError, ValueError) as error:  # the written model is usable without a tokenizer
             log(f"no tokenizer was written, and special tokens are as they were: {in_a_line(error)}")
+    if config.data.chat_template:
+        _write_chat_template(config.data.chat_template, folder)
     if config.data.tokenizer == "bytes":
         log("no tokenizer was written: the model's tokens are bytes; read it with data.tokenizer=bytes")
     if entry.extend:
@@ -115,6 +118,12 @@ def _replace_tokenizer(config: Config, folder: str, like: str | None) -> None:
     for name, location in names.items():
         if files.isfile(location):
             target.pipe_file(f"{root}/{name}", files.cat_file(location))
+
+
+def _write_chat_template(template: str, folder: str) -> None:
+    """Writes the template of conversations that the model learned, which goes before one of the tokenizer's own."""
+    (files, source), (target, root) = map(open_location, (template, folder))
+    target.pipe_file(f"{root}/chat_template.jinja", files.cat_file(source))
 
 
 def _write_special_tokens(tokenizer: Tokenizer, folder: str) -> None:

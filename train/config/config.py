@@ -72,6 +72,10 @@ class Config:
             not any(stage.train.stop_loss for stage in self._resolved),
             "train.stop_loss works only without stages; leave out one of them",
         )
+        check(
+            not any(stage.data.has_conversations and not stage.model.causal for stage in self.every_stage),
+            "data.messages_key: a turn is learned from what is before it; model.causal=true would work",
+        )
         folders = self._local_folders()
         check(
             len(folders) < 2,
@@ -144,7 +148,7 @@ def _next_data(before: DataConfig, changes: Mapping[str, Any]) -> DataConfig:
     """The ``data`` of a stage: if it names text, that replaces all previous text; the model's tokenizer stays."""
     names_text = not changes.keys().isdisjoint(("source", "paths", "mixture"))
     after = changed(before, ({"paths": [], "mixture": []} if names_text else {}) | dict(changes), "data")
-    for key in ("tokenizer", "special_tokens"):
+    for key in ("tokenizer", "special_tokens", "chat_template"):
         old, new = getattr(before, key), getattr(after, key)
         check(old == new, f"data.{key}: the model has that of the stage before, {old!r}, found {new!r}; leave it out")
     return after

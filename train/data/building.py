@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from train.config.settings.data import SourceConfig
 from train.data.corpus import DOCUMENTS, INDEX, damaged, digest_of, piece_file, read_index
 from train.data.index import DOCUMENT, GONE
-from train.data.readers import CorruptFile, Document
+from train.data.learned import KIND, ids_of
+from train.data.readers import Conversation, CorruptFile, Document, Wanted
 from train.data.sources import LeftOut, SourceFile, name_hash, no_text, read_documents, report, silent
 from train.data.storage import Folder, LocalFolder
 from train.data.tokenizer import Tokenizer, token_type
@@ -25,7 +27,7 @@ class Text(NamedTuple):
     `bad_records`."""
 
     files: Sequence[SourceFile]
-    text_key: str
+    source: SourceConfig
     bad_records: float
     path: str
 
@@ -35,7 +37,7 @@ class Piece(NamedTuple):
 
     number: int
     files: Sequence[SourceFile]
-    text_key: str
+    source: SourceConfig
     bad_records: float
     path: str
 
@@ -66,23 +68,28 @@ def missing(folder: Folder, pieces: Sequence[Piece]) -> list[Piece]:
 
 def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder) -> None:
     """Encodes the documents of a piece into three files of `folder`: their tokens; size and hash of each document; and,
-    written last, piece-p.json with the number of tokens, their digest and what is left out. Every process writes the
-    same bytes.
+    written last, piece-p.json with the number of tokens, the largest of conversations, their digest and what is left
+    out. Every process writes the same bytes.
 
     Documents of a damaged file, those before the damage, get the hash `GONE`. Raises ValueError for a file that begins
     with bad records only; see `read_documents`.
     """
     if folder.read(piece_file(piece.number, "json")) is not None:
         return
-    kind = token_type(tokenizer.vocabulary_size)
-    sizes, hashes, left_out, digest = array("q"), array("Q"), LeftOut(), hashlib.sha256()
+    sizes, hashes, left_out, digest, largest = array("q"), array("Q"), LeftOut(), hashlib.sha256(), 0
+    kind, wanted, encode_all = _kind(piece.source, tokenizer), Wanted(piece.source.text_key), tokenizer.encode_all
+    if piece.source.messages_key:
+        wanted, encode_all = Wanted(piece.source.messages_key, tokenizer.chat), tokenizer.encode_conversations
 
     def encode(file: SourceFile) -> Iterator[np.ndarray]:
-        for group in _groups(read_documents(file, piece.text_key, piece.bad_records, left_out)):
-            encoded = tokenizer.encode_all([document.text for document in group])
+        nonlocal largest
+        for group in _groups(read_documents(file, wanted, piece.bad_records, left_out)):
+            encoded = encode_all([document.text for document in group])
             for document, tokens in zip(group, encoded, strict=True):
                 sizes.append(len(tokens))
                 hashes.append(name_hash(document.name))
+                if wanted.chat:
+                    largest = max(largest, int(ids_of(tokens).max(initial=0)))
                 yield tokens.astype(kind, copy=False)
 
     def contents() -> Iterator[memoryview]:
@@ -100,17 +107,27 @@ def build_piece(piece: Piece, tokenizer: Tokenizer, folder: Folder) -> None:
     documents = np.empty(len(sizes), DOCUMENT)
     documents["size"], documents["hash"] = sizes, hashes
     folder.write(piece_file(piece.number, "documents"), [documents.tobytes()])
-    about = {"tokens": sum(sizes), "digest": digest.hexdigest(), "left_out": vars(left_out)}
+    about = {
+        "tokens": sum(sizes),
+        "largest": largest,
+        "digest": digest.hexdigest(),
+        "left_out": vars(left_out),
+    }
     folder.write(piece_file(piece.number, "json"), [json.dumps(about).encode()])
 
 
-def _groups(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def _kind(source: SourceConfig, tokenizer: Tokenizer) -> np.dtype:
+    """The type of the tokens of a part of the mixture."""
+    return KIND if source.messages_key else token_type(tokenizer.vocabulary_size)
+
+
+def _groups(documents: Iterator[Document | Conversation]) -> Iterator[list[Document | Conversation]]:
     """The documents, some megabytes at a time."""
-    group: list[Document] = []
+    group: list[Document | Conversation] = []
     size = 0
     for document in documents:
         group.append(document)
-        size += len(document.text)
+        size += len(document.text if isinstance(document, Document) else document.text.text)
         if size >= _GROUP_BYTES:
             yield group
             group, size = [], 0
@@ -139,7 +156,8 @@ def finish(folder: Folder, text: Text, tokenizer: Tokenizer) -> None:
     if not index.tokens:
         raise no_text(text.files, left_out)
     about = {
-        "kind": token_type(tokenizer.vocabulary_size).str,
+        "kind": _kind(text.source, tokenizer).str,
+        "largest": max(piece.get("largest", 0) for piece in pieces),
         "tokens": [piece["tokens"] for piece in pieces],
         "documents": len(index.documents),
         "digest": digest_of([piece["digest"] for piece in pieces], index),

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from train.config import Config
+from train.config.settings.checks import check
+from train.config.settings.data import SourceConfig
 from train.data.building import Text, build_piece, finish, missing, pieces_of
 from train.data.corpus import INDEX, Corpus, open_corpus
 from train.data.sources import Log, SourceFile, list_files, report, silent
@@ -51,14 +53,20 @@ def open_corpora(config: Config, tokenizer: Tokenizer, log: Log) -> list[Corpus]
             for text in texts
         ]
     for corpus in corpora:
+        _check_tokens(config, corpus)
         report(corpus.left_out, corpus.files, config.data.bad_records, log)
     return corpora
 
 
 def texts_of(config: Config, tokenizer: Tokenizer) -> list[Text]:
-    """Where the tokens of every part of the mixture are, or will be; this lists the files."""
+    """Where the tokens of every part of the mixture are, or will be; this lists the files.
+
+    Raises ValueError for conversations whose template does not tell the assistant's turns.
+    """
+    if config.data.has_conversations:
+        tokenizer.chat.check_turns()
     return [
-        Text(files, part.text_key, config.data.bad_records, _path(config, _key(files, part.text_key, tokenizer)))
+        Text(files, part, config.data.bad_records, _path(config, _key(files, part, tokenizer)))
         for files, part in zip(list_files(config.data), config.data.parts, strict=True)
     ]
 
@@ -74,9 +82,20 @@ def _path(config: Config, key: str) -> str:
     return f"{cache.rstrip('/')}/{key}"
 
 
-def _key(files: Sequence[SourceFile], text_key: str, tokenizer: Tokenizer) -> str:
+def _key(files: Sequence[SourceFile], source: SourceConfig, tokenizer: Tokenizer) -> str:
     listing = [(file.name, file.size, file.stamp) for file in files]
-    return hashlib.sha256(json.dumps([_FORMAT, tokenizer.identity, text_key, listing]).encode()).hexdigest()[:32]
+    chat = [source.messages_key, tokenizer.chat.identity] if source.messages_key else source.text_key
+    return hashlib.sha256(json.dumps([_FORMAT, tokenizer.identity, chat, listing]).encode()).hexdigest()[:32]
+
+
+def _check_tokens(config: Config, corpus: Corpus) -> None:
+    """Raises ValueError for conversations with special tokens that the model's vocabulary does not have."""
+    size = config.model.vocab_size
+    check(
+        not size or corpus.largest < size,
+        f"model.vocab_size: the conversations have token {corpus.largest}, which a vocabulary of {size} lacks; a "
+        "data.chat_template with other special tokens would work",
+    )
 
 
 def _from_first(keys: list[str]) -> list[str]:

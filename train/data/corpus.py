@@ -21,7 +21,8 @@ INDEX, DOCUMENTS = "index.json", "documents"
 class Corpus:
     """Encoded documents; not even their sizes are in memory. Offsets count tokens through all pieces.
 
-    `files` counts all files, omitted ones too.
+    `files` counts all files, omitted ones too; `largest` is the largest token of conversations, which may spell any
+    special token, and 0 for plain text. Unlearned tokens are read as `train.data.learned` says.
     """
 
     folder: Folder
@@ -31,6 +32,7 @@ class Corpus:
     digest: str
     left_out: LeftOut
     files: int
+    largest: int = 0
 
     @property
     def tokens(self) -> int:
@@ -82,7 +84,7 @@ class HeldOutText:
         return found
 
     def documents(self) -> list[np.ndarray]:
-        """All documents, in order."""
+        """All documents, in order; unlearned tokens as `train.data.learned` says."""
         return self.read(self._begins(), self.index.documents["size"])
 
     def _begins(self) -> Int64[np.ndarray, "documents"]:
@@ -113,7 +115,8 @@ def open_corpus(folder: Folder) -> Corpus | None:
             raise damaged(folder, name)
     left_out = LeftOut(**about["left_out"])
     starts = np.cumsum(tokens) - tokens
-    return Corpus(folder, kind, starts, read_index(folder), about["digest"], left_out, about["files"])
+    found = about["digest"], left_out, about["files"], about.get("largest", 0)
+    return Corpus(folder, kind, starts, read_index(folder), *found)
 
 
 def damaged(folder: Folder, name: str) -> ValueError:

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int, Int64
 
 from train.data.corpus import Corpus, HeldOutText
 from train.data.index import Documents, Index, ranges
+from train.data.learned import ids_of, labels_of
 from train.data.storage import Scratch
 from train.data.tokenizer import PADDING
 
@@ -24,7 +25,8 @@ class Batch(NamedTuple):
 
     `segment_ids` number the pieces of documents in a row from 0 and are -1 for padding; a document cut by a row's end
     is a new segment in the next row. `positions` count from 0 in each segment. `labels` are the next tokens of the same
-    document, even if they are in another row; -1 after its last token and at padding, where nothing is predicted.
+    document, even if they are in another row; -1 after its last token and at padding, where nothing is predicted, and
+    before an unlearned token of a conversation.
     """
 
     tokens: np.ndarray
@@ -261,10 +263,10 @@ def _fill(batch: Batch, targets: np.ndarray, part: Part, numbers: np.ndarray, co
         for segment in range(count):
             tokens, size = next(pieces)
             stop = column + size
-            batch.tokens[target, column:stop] = tokens[:size]
+            batch.tokens[target, column:stop] = ids_of(tokens[:size])
             batch.positions[target, column:stop] = columns[:size]
             batch.segment_ids[target, column:stop] = segment
-            batch.labels[target, column : column + len(tokens) - 1] = tokens[1:]
+            batch.labels[target, column : column + len(tokens) - 1] = labels_of(tokens[1:])
             column = stop
 
 

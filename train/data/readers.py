@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from posjax._checks import IS_POINTER, POINTER
 from train.config.settings.checks import check, nearest
+from train.data.chat import ChatTemplate, Rendered
 from train.data.storage import is_url, open_url, optional
 from train.runtime.lines import in_a_line
 
@@ -38,10 +39,24 @@ class BadRecord(NamedTuple):
     reason: str
 
 
-Record = Document | BadRecord
+class Conversation(NamedTuple):
+    """One conversation, as `Document`; its text is that of a chat template, with the assistant's turns."""
+
+    name: str
+    text: Rendered
 
 
-def texts(path: str, text_key: str) -> Iterator[Record]:
+Record = Document | Conversation | BadRecord
+
+
+class Wanted(NamedTuple):
+    """What is read of a record: the text under a key; or, with a template, the conversation of the messages there."""
+
+    key: str
+    chat: ChatTemplate | None = None
+
+
+def texts(path: str, wanted: Wanted) -> Iterator[Record]:
     """The records of a file, in order, with names that distinguish them within it: ":3" for the third line or record.
 
     Raises CorruptFile at the first damage to the file itself, after which no further record can be found.
@@ -50,7 +65,7 @@ def texts(path: str, text_key: str) -> Iterator[Record]:
     system, name = open_url(path, "data.paths")
     try:
         with system.open(name, "rb") as file:
-            yield from read(file, path, text_key)
+            yield from read(file, path, wanted)
     except CorruptFile:
         with system.open(name, "rb") as file:  # anew, since not every file at a URL can go back to its start
             _refuse_pointer(file.read(len(POINTER)))
@@ -61,9 +76,11 @@ def texts(path: str, text_key: str) -> Iterator[Record]:
         raise CorruptFile("a link that leads nowhere") from None
 
 
-def check_readable(path: str) -> None:
-    """Raises ValueError unless the name has the ending of a known format."""
+def check_readable(path: str, conversations: bool = False) -> None:
+    """Raises ValueError unless the name has the ending of a known format, in which conversations are if asked for."""
     check(_format(path) in _READERS, f"data.paths: {path} has no known format (known: {', '.join(_READERS)})")
+    is_lines = _format(path) == ".jsonl"
+    check(is_lines or not conversations, f"data.messages_key: conversations are read from .jsonl, found {path}")
 
 
 def _format(path: str) -> str:
@@ -71,14 +88,14 @@ def _format(path: str) -> str:
     return f".{ending}" if name else ""
 
 
-def _read_whole(file: BinaryIO, path: str, _: str) -> Iterator[Document]:
+def _read_whole(file: BinaryIO, path: str, _: Wanted) -> Iterator[Document]:
     yield Document("", b"".join(_chunks(file, path)))
 
 
-def _read_lines(file: BinaryIO, path: str, text_key: str) -> Iterator[Record]:
+def _read_lines(file: BinaryIO, path: str, wanted: Wanted) -> Iterator[Record]:
     for number, line in enumerate(_lines(_chunks(file, path)), start=1):
         if line.strip():
-            yield _of_line(line, number, text_key)
+            yield _of_line(line, number, wanted)
 
 
 def _chunks(file: BinaryIO, path: str) -> Iterator[bytes]:
@@ -117,8 +134,8 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     yield rest
 
 
-def _of_line(line: bytes, number: int, text_key: str) -> Record:
-    where = f"line {number}"
+def _of_line(line: bytes, number: int, wanted: Wanted) -> Record:
+    where, key = f"line {number}", wanted.key
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -126,10 +143,28 @@ def _of_line(line: bytes, number: int, text_key: str) -> Record:
     except (ValueError, RecursionError) as error:
         return BadRecord(f":{number}", f"{where}: not valid JSON: {in_a_line(error, 100)}")
     if not isinstance(record, dict):
-        return BadRecord(f":{number}", f"{where}: no text under {text_key!r}, found {_kind(record)}")
-    if text_key not in record:
-        return BadRecord(f":{number}", f"{where}: {_no_key(text_key, list(record))}")
-    return _of_value(record[text_key], number, where, text_key)
+        return BadRecord(f":{number}", f"{where}: nothing under {key!r}, found {_kind(record)}")
+    if key not in record:
+        return BadRecord(f":{number}", f"{where}: {_no_key(key, list(record), 'messages' if wanted.chat else 'text')}")
+    if wanted.chat:
+        return _of_messages(record, number, where, wanted)
+    return _of_value(record[key], number, where, key)
+
+
+def _of_messages(record: dict[str, Any], number: int, where: str, wanted: Wanted) -> Record:
+    """The conversation of a record: its messages, and beside them ``tools`` and ``chat_template_kwargs``, if any."""
+    try:
+        messages, tools = record[wanted.key], record.get("tools")
+        is_listed = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
+        check(bool(is_listed), f"no messages under {wanted.key!r}, which is a list of objects with role and content")
+        check(tools is None or isinstance(tools, list), f"tools: expected a list, found {_kind(tools)}")
+        options = record.get("chat_template_kwargs") or {}
+        check(isinstance(options, dict), f"chat_template_kwargs: expected an object, found {_kind(options)}")
+        text, turns = wanted.chat.render(messages, tools, options)
+    except ValueError as error:
+        return BadRecord(f":{number}", f"{where}: {error}")
+    # As for texts: a lone surrogate becomes one other character.
+    return Conversation(f":{number}", Rendered(text.encode(errors="replace").decode(), turns))
 
 
 def _of_value(value: Any, number: int, where: str, text_key: str) -> Record:
@@ -149,12 +184,13 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"a value of type {type(value).__name__}"
 
 
-def _no_key(text_key: str, keys: list[str]) -> str:
-    hint = nearest(text_key, keys, "data.text_key={}")
-    return f"no text under {text_key!r}, found keys {reprlib.repr(keys)}{hint}"
+def _no_key(key: str, keys: list[str], what: str = "text") -> str:
+    hint = nearest(key, keys, f"data.{what}_key={{}}")
+    return f"no {what} under {key!r}, found keys {reprlib.repr(keys)}{hint}"
 
 
-def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
+def _read_parquet(file: BinaryIO, _: str, wanted: Wanted) -> Iterator[Record]:
+    text_key = wanted.key
     parquet = optional("pyarrow.parquet", "reading .parquet")
     with _arrow_damage("reading .parquet") as arrow:
         table = parquet.ParquetFile(file)
@@ -171,7 +207,7 @@ def _read_parquet(file: BinaryIO, _: str, text_key: str) -> Iterator[Record]:
             yield _of_value(value, number, f"row {number}", text_key)
 
 
-def _read_array_record(file: BinaryIO, path: str, _: str) -> Iterator[Record]:
+def _read_array_record(file: BinaryIO, path: str, _: Wanted) -> Iterator[Record]:
     """Every record is a text. The library reads local files only, so a file at a URL is fetched first."""
     module = optional("array_record.python.array_record_module", "reading .array_record")
     with tempfile.NamedTemporaryFile() as local:
@@ -212,7 +248,7 @@ def _arrow_damage(wanted_by: str) -> Iterator[ModuleType]:
 
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
-_READERS: dict[str, Callable[[BinaryIO, str, str], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[BinaryIO, str, Wanted], Iterator[Record]]] = {
     ".txt": _read_whole,
     ".py": _read_whole,
     ".jsonl": _read_lines,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from train.config import DataConfig
 from train.config.settings.checks import check
-from train.data.readers import BadRecord, CorruptFile, Document, check_readable, texts
+from train.data.readers import BadRecord, Conversation, CorruptFile, Document, Wanted, check_readable, texts
 from train.data.storage import find, is_url, open_url
 
 _HOPELESS = 1000  # bad records; a file that begins with so many is taken to have no good one
@@ -101,14 +101,15 @@ def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
     are reported and left out.
 
     Raises FileNotFoundError for a path that names nothing, and ValueError if no text can be read, or if too many
-    records are bad.
+    records are bad, or for conversations.
     """
+    check(not config.has_conversations, "data.messages_key: plain text is read here; name a text by data.text_key")
     found = []
     for files, part in zip(list_files(config), config.parts, strict=True):
         documents, left_out = [], LeftOut()
         for file in files:
             try:
-                documents += list(read_documents(file, part.text_key, config.bad_records, left_out))
+                documents += list(read_documents(file, Wanted(part.text_key), config.bad_records, left_out))
             except CorruptFile as error:
                 left_out.corrupt[file.path] = str(error)
         report(left_out, len(files), config.bad_records, log)
@@ -118,13 +119,15 @@ def all_documents(config: DataConfig, log: Log = silent) -> list[Document]:
     return found
 
 
-def read_documents(file: SourceFile, text_key: str, bad_records: float, left_out: LeftOut) -> Iterator[Document]:
+def read_documents(
+    file: SourceFile, wanted: Wanted, bad_records: float, left_out: LeftOut
+) -> Iterator[Document | Conversation]:
     """The documents of a file that have text; all its records, and the bad ones, are counted in `left_out`.
 
     Raises CorruptFile at the first damage to the file. Raises ValueError if its first 1,000 records are all bad, unless
     `bad_records` is 1: then most likely the name of the texts is wrong, and reading on would take long.
     """
-    for number, record in enumerate(texts(file.path, text_key), start=1):
+    for number, record in enumerate(texts(file.path, wanted), start=1):
         left_out.records += 1
         if isinstance(record, BadRecord):
             count = left_out.add_bad(file.path, record.reason)
@@ -157,7 +160,7 @@ def list_files(config: DataConfig) -> list[list[SourceFile]]:
     """
     if config.source == "stdlib":
         return [standard_library()]
-    parts = [_list_part(part.paths) for part in config.parts]
+    parts = [_list_part(part.paths, bool(part.messages_key)) for part in config.parts]
     owner: dict[str, int] = {}
     for number, part in enumerate(parts):
         for file in part:
@@ -181,7 +184,7 @@ def standard_library() -> list[SourceFile]:
     return sorted(SourceFile(name, str(path), stat.st_size, str(stat.st_mtime)) for name, path, stat in found)
 
 
-def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
+def _list_part(patterns: tuple[str, ...], conversations: bool) -> list[SourceFile]:
     """The files that the patterns match, named by the part of the path after the fixed folders (or by the file's
     name)."""
     files: dict[str, SourceFile] = {}
@@ -192,7 +195,7 @@ def _list_part(patterns: tuple[str, ...]) -> list[SourceFile]:
             if location in seen:  # under two names it could be both trained on and held out
                 continue
             seen.add(location)
-            check_readable(file.path)
+            check_readable(file.path, conversations)
             if files.setdefault(file.name, file) is not file:
                 clash = f"{files[file.name].path} and {file.path} are both called {file.name!r}"
                 raise ValueError(f"data.paths: {clash}; use one common glob")

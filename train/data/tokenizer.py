@@ -3,15 +3,19 @@
 import hashlib
 import json
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt
+from jaxtyping import Int32, UInt
 
 from posjax._checks import POINTER, check_no_pointer
 from train.config import DataConfig
 from train.config.settings.checks import check
+from train.data.chat import ChatFiles, ChatTemplate, Rendered, named_templates, words_of
+from train.data.learned import marked
 from train.data.storage import is_url, open_url, optional
 from train.runtime.lines import in_a_line
 
@@ -54,22 +58,43 @@ class Tokenizer:
         """The tokens of a piece of text. Special tokens that are spelled out in it are encoded as plain text."""
         return np.array(self._ids([text])[0], token_type(self.vocabulary_size))
 
-    def prompt(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """The opening and the tokens of a prompt. Special tokens that are spelled out in it, as in chats, are
-        recognised."""
+    def prompt(self, text: bytes, opening: bool = True) -> UInt[np.ndarray, "tokens"]:
+        """The opening, unless left out, and the tokens of a prompt. Special tokens that are spelled out in it, as in
+        chats, are recognised."""
         ids = self._prompt_ids(text)
-        spelt = tuple(ids[: len(self.opening)]) == self.opening
+        spelt = not opening or tuple(ids[: len(self.opening)]) == self.opening
         return np.array([*(() if spelt else self.opening), *ids], token_type(self.vocabulary_size))
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The ids of the special tokens."""
+        return frozenset(self._specials[:4])
+
+    def text(self, tokens: Sequence[int]) -> bytes:
+        """The text of tokens, special tokens included where the tokenizer spells them."""
+        return self._text([int(token) for token in tokens if token < self._size])
 
     def encode_all(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "_"]]:
         """The tokens of several documents, each its opening, its text and EOS; on all cores if the library can."""
         return [self._document(ids) for ids in self._ids(texts)]
 
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The template of conversations: that of ``data.chat_template``, or else the tokenizer's own.
+
+        Raises ValueError without one, or for one that is not valid.
+        """
+        raise ValueError("data.messages_key: conversations need a tokenizer.json or a GGUF file with a chat template")
+
+    def encode_conversations(self, conversations: Sequence[Rendered]) -> list[Int32[np.ndarray, "_"]]:
+        """The tokens of conversations, as a template renders them: nothing is put around them, and special tokens that
+        are spelled out in them are recognised. Those that overlap no turn are unlearned; see `train.data.learned`."""
+        raise NotImplementedError
+
     def decode(self, tokens: np.ndarray) -> bytes:
         """The text of tokens, without special tokens."""
         left_out = set(self._specials[:4])
-        ids = [int(token) for token in np.asarray(tokens).reshape(-1) if token < self._size and token not in left_out]
-        return self._text(ids)
+        return self.text([token for token in np.asarray(tokens).reshape(-1) if token not in left_out])
 
     def _document(self, ids: Sequence[int]) -> UInt[np.ndarray, "_"]:
         first = len(self.opening)
@@ -105,11 +130,14 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     check_no_pointer(system.cat_file(path, 0, len(POINTER)), f"data.tokenizer: {path}")
     if path.endswith(".gguf"):
         files = _gguf(config).tokenizer_files()
-        declared = _named(json.loads(files["tokenizer_config.json"]))
-        return HuggingFaceTokenizer(files["tokenizer.json"].encode(), declared, config.tokenizer, own)
+        values = json.loads(files["tokenizer_config.json"])
+        chat = partial(_chat_files, config, lambda: (values, {}))
+        return HuggingFaceTokenizer(files["tokenizer.json"].encode(), _named(values), config.tokenizer, own, chat)
     content = system.cat_file(path)
     if path.endswith(".json"):
-        return HuggingFaceTokenizer(content, _declared(system, path.rpartition("/")[0]), config.tokenizer, own)
+        folder = path.rpartition("/")[0]
+        chat = partial(_chat_files, config, partial(_beside, system, folder))
+        return HuggingFaceTokenizer(content, _declared(system, folder), config.tokenizer, own, chat)
     return SentencePieceTokenizer(content, config.tokenizer, own)
 
 
@@ -208,10 +236,18 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json. Its special tokens are those declared by files in the same folder, else tokens with common
     names.
 
-    It begins texts with BOS if its post-processor does, as in transformers.
+    It begins texts with BOS if its post-processor does, as in transformers. `chat` reads its files for conversations.
     """
 
-    def __init__(self, content: bytes, declared: dict[str, str | int], path: str, own: bool = False):
+    def __init__(
+        self,
+        content: bytes,
+        declared: dict[str, str | int],
+        path: str,
+        own: bool = False,
+        chat: Callable[[], ChatFiles] | None = None,
+    ):
+        self._read_chat = chat
         library = optional("tokenizers", "data.tokenizer with a tokenizer.json")
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode())
@@ -226,8 +262,13 @@ class HuggingFaceTokenizer(Tokenizer):
         found = self._find(vocabulary, declared)
         begins = self._tokenizer.encode("a").ids[:1] == [found.get("bos")]
         super().__init__(max(vocabulary.values()) + 1, found, content, own, begins)
-        special = {vocabulary[name] for name in self._special_tokens()}
-        self.encoded_size = 1 + max({*vocabulary.values()} - special | {*self._specials[:4]})
+        self._all_special = frozenset(vocabulary[name] for name in self._special_tokens())
+        self.encoded_size = 1 + max({*vocabulary.values()} - self._all_special | {*self._specials[:4]})
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The ids of the special tokens, also those without a role of the four."""
+        return super().special | self._all_special
 
     def _special_tokens(self) -> set[str]:
         return {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
@@ -248,15 +289,80 @@ class HuggingFaceTokenizer(Tokenizer):
         words = [_words(text) for text in texts]
         return [found.ids for found in self._tokenizer.encode_batch_fast(words, add_special_tokens=False)]
 
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The template of conversations; see `Tokenizer`."""
+        if self._read_chat is None:
+            return super().chat
+        files = self._read_chat()
+        return ChatTemplate(files.templates, files.specials, sorted(self._special_tokens()))
+
+    def encode_conversations(self, conversations: Sequence[Rendered]) -> list[Int32[np.ndarray, "_"]]:
+        """The tokens of conversations; see `Tokenizer`."""
+        texts = [conversation.text for conversation in conversations]
+        with self._spelt_out():
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [_of_turns(each, text.turns) for each, text in zip(encoded, conversations, strict=True)]
+
     def _prompt_ids(self, text: bytes) -> Sequence[int]:
+        with self._spelt_out():
+            return self._ids([text])[0]
+
+    @contextmanager
+    def _spelt_out(self) -> Iterator[None]:
+        """Recognises special tokens that are spelled out in a text."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._ids([text])[0]
+            yield
         finally:
             self._tokenizer.encode_special_tokens = True
 
     def _text(self, ids: list[int]) -> bytes:
         return self._tokenizer.decode(ids, skip_special_tokens=False).encode()
+
+
+def _of_turns(encoding: Any, turns: Sequence[tuple[int, int]]) -> Int32[np.ndarray, "_"]:
+    """The tokens of an encoded conversation; learned are those of which a character is in a turn."""
+    begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    learned = np.zeros(len(begins), bool)
+    for first, stop in turns:
+        learned |= (begins < stop) & (ends > first)
+    return marked(np.array(encoding.ids, np.int64), learned)
+
+
+def _chat_files(config: DataConfig, beside: Callable[[], tuple[dict[str, Any], dict[str, str]]]) -> ChatFiles:
+    """The chat template of ``data.chat_template``, or those beside a tokenizer, and the special tokens' words.
+
+    `beside` gives what ``tokenizer_config.json`` says, and templates in files of their own, which go before its own.
+
+    Raises FileNotFoundError for a file that is not there, and ValueError if there is no template.
+    """
+    values, files = beside()
+    templates = files or named_templates(values.get("chat_template"))
+    if config.chat_template:
+        system, path = open_url(config.chat_template, "data.chat_template")
+        if not system.isfile(path):
+            raise FileNotFoundError(f"data.chat_template: no file {config.chat_template!r}")
+        templates = {"default": _words(system.cat_file(path))}
+    lacks = f"data.messages_key: {config.tokenizer} has no chat template; name a file with one by data.chat_template"
+    check(bool(templates), lacks)
+    return ChatFiles(templates, words_of(values))
+
+
+def _beside(system: Any, folder: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the files beside a ``tokenizer.json`` say, as `_chat_files` takes it."""
+    values: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = f"{folder}/{name}"
+        values |= _read_json(system.cat_file(path), path) if system.isfile(path) else {}
+    found = {"default": f"{folder}/chat_template.jinja"}
+    found |= {posixpath.basename(path).removesuffix(".jinja"): path for path in _further_templates(system, folder)}
+    return values, {name: _words(system.cat_file(path)) for name, path in found.items() if system.isfile(path)}
+
+
+def _further_templates(system: Any, folder: str) -> list[str]:
+    further = f"{folder}/additional_chat_templates"
+    return sorted(system.glob(f"{further}/*.jinja")) if system.isdir(further) else []
 
 
 def _declared(system: Any, folder: str) -> dict[str, str | int]:

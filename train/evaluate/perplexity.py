@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from train.evaluate.key_tokens import KeyLoss, KeyTokens
 from train.evaluate.mesh import whole
 from train.evaluate.predictor import Predictor, next_at, next_nll
 from train.evaluate.windows import Tokens, Windows, full_pieces, last_windows, pieces, whole_windows
@@ -44,6 +45,9 @@ class Perplexity:
     sliding_tokens: int = 0
     position_ends: tuple[int, ...] = ()
     position_nll: tuple[float | None, ...] = ()  # None if a part has no token
+    key_nll: float | None = None  # of tokens that need a long context, where that is asked for
+    key_tokens: int = 0
+    key_compared: int = 0  # the tokens among which they were found
     tokens_per_second: float | None = None  # tokens computed, compilation excluded
     memory_bytes: int | None = None  # of the compiled program with its arguments, where that is asked for
     error: str | None = None
@@ -70,6 +74,7 @@ def perplexities(
     tokens: int,
     batch_tokens: int,
     stride: int = 0,
+    keys: KeyTokens | None = None,
 ) -> Iterator[list[Perplexity]]:
     """Yields, for each of `lengths`, the `Perplexity` of every one of the parameters `models`, in nats per token.
 
@@ -79,6 +84,9 @@ def perplexities(
     3. *Sliding window*, unless `stride` is 0: a window of each length moves on by `stride` tokens and scores those, so
     each scored token has a context of more than ``length - stride`` tokens. The targets are the same at every length:
     those that the longest window can reach. At most `tokens` tokens are computed.
+
+    4. *Key tokens*, with `keys`: those of the windows of the last tokens that need a long context, at the lengths above
+    that of the short one; see `train.evaluate.key_tokens`.
 
     All are sums of NLL over all scored tokens divided by their number, never means of windows. A window is within one
     document and starts at position 0. The model is compiled once for each length, for batches of about `batch_tokens`
@@ -99,13 +107,22 @@ def perplexities(
             windows["sliding"] = last_windows(slid, length, stride)
         try:
             found = _measure_length(predictor, models, windows, length, max(1, batch_tokens // length))
-            return [dataclasses.replace(each, last_length=last_length) for each in found]
+            found = [dataclasses.replace(each, last_length=last_length) for each in found]
+            if keys is None or length <= keys.sizes.short:
+                return found
+            losses = keys.losses(predictor, models, last_windows(ends, length, length))
+            return [_with_keys(*pair) for pair in zip(found, losses, strict=True)]
         except ValueError as error:
             if length == last_length:
                 raise
             return [Perplexity(length, error=in_a_line(error))] * len(models)
 
     return map(at, lengths)
+
+
+def _with_keys(found: Perplexity, keys: KeyLoss) -> Perplexity:
+    numbers = {"key_nll": keys.nll, "key_tokens": keys.tokens, "key_compared": keys.compared}
+    return found if found.error else dataclasses.replace(found, **numbers)
 
 
 def check_lengths(documents: Sequence[Sized], lengths: Sequence[int]) -> None:
@@ -151,11 +168,14 @@ class Losses:
 
     def mean(self, last: int = 0) -> float:
         """The mean over all tokens, or over those of the `last` positions."""
-        return float(self.sums[-last:].sum() / self.counts[-last:].sum())
+        count = self.counts[-last:].sum()
+        return float(self.sums[-last:].sum() / count) if count else math.nan
 
     @property
     def error(self) -> str | None:
         """Why there is no number; None if there is one."""
+        if not self.counts.any():
+            return "no token of these windows is scored: none of them is in a turn of the assistant"
         mean = self.mean()
         return None if mean < _LARGEST_NLL else f"the loss is not finite ({mean} nats per token)"
 

@@ -94,15 +94,27 @@ def next_at(
 ) -> tuple[Int[Array, "rows asked"], Float[Array, "rows asked"]]:
     """The likeliest token after each of the positions `at` of the rows, and the loss of the token that is there, both
     given the row up to this position."""
+    return after(predictor, parameters, tokens[:, :-1], at, jnp.take_along_axis(tokens, at + 1, axis=1), length)
+
+
+def after(
+    predictor: Predictor,
+    parameters: Any,
+    tokens: Int[Array, "rows length"],
+    at: Int[Array, "rows asked"],
+    targets: Int[Array, "rows asked"],
+    length: int,
+) -> tuple[Int[Array, "rows asked"], Float[Array, "rows asked"]]:
+    """The likeliest token after each of the positions `at` of the rows, and the loss of a target there, both given the
+    row up to this position."""
     row, ready = predictor.row(length), predictor.ready(parameters)
 
     def following(hidden, targets):
         logits = predictor.logits(ready, hidden)
         return best(logits), loss_of(logits, targets)
 
-    hidden = predictor.hidden(parameters, row.apply(tokens[:, :-1]), length)
+    hidden = predictor.hidden(parameters, row.apply(tokens), length)
     asked = jnp.take_along_axis(hidden, row.padded_indices(at)[..., None], axis=1)
-    targets = jnp.take_along_axis(tokens, at + 1, axis=1)
     return _in_parts(predictor, RowLayout(at.shape[1]), following, ready, asked, targets)
 
 

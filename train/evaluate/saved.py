@@ -17,11 +17,14 @@ from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore,
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
 from train.data.pipeline import held_out_sample
-from train.data.tokenizer import load_tokenizer
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.evaluate.about import about, read_versions
 from train.evaluate.decoder import predictor_of
+from train.evaluate.key_tokens import Judge, KeyTokens
 from train.evaluate.mesh import mesh_for, use_mesh
 from train.evaluate.perplexity import check_lengths, perplexities
+from train.evaluate.ruler.scoring import ruler_rows
+from train.evaluate.ruler.tasks import check_ruler
 from train.evaluate.tasks import Vocabulary, check_tasks, lengths_of, task_rows
 from train.loop.fit import read_result
 from train.model.build import RELEASED, Setup, check_vocabulary, evaluated_scheme, model_length, scheme_of
@@ -145,14 +148,39 @@ def _rows_of_program(
     predictor, models = measured[0][0], [parameters for _, parameters in measured]
     about = [{**_which(each, entry), **_costs(each.run.directory, entry)} for each in found]
     asked = {name: getattr(sizes, name) for name in ("lengths", "tokens", "batch_tokens", "stride")}
+    asked["keys"] = _key_tokens(config, vocabulary.tokenizer, mesh)
     for at_length in perplexities(predictor, models, held_out, last_length=last_length(config), **asked):
         for each, columns, perplexity in zip(found, about, at_length, strict=True):
             yield each.number, {**columns, **perplexity.as_row()}
+    for each in found if sizes.ruler.tasks else ():
+        model = each.model.with_scheme(scheme)
+        for row in ruler_rows(model, vocabulary.tokenizer, config, mesh):
+            yield each.number, {**_which(each, entry), **row}
     for each, parameters in zip(found, models, strict=True):
         for task in sizes.tasks:
             for length in lengths_of(task, sizes, vocabulary):
                 for row in task_rows(predictor, parameters, vocabulary, sizes, task, length):
                     yield each.number, {**_which(each, entry), **row}
+
+
+def _key_tokens(config: Config, tokenizer: Tokenizer, mesh: Mesh | None) -> KeyTokens | None:
+    """How key tokens are found, with the evaluator if there is one; None if they are not asked for."""
+    sizes = config.evaluate.longppl
+    if not sizes.short:
+        return None
+    if not sizes.evaluator:
+        return KeyTokens(sizes, config.evaluate.batch_tokens)
+    _, model = restore(sizes.evaluator, _evaluator(config, tokenizer), mesh=mesh)
+    return KeyTokens(sizes, config.evaluate.batch_tokens, Judge(*predictor_of(model, config.seed, mesh)))
+
+
+def _evaluator(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config of the evaluator. Raises ValueError unless its tokens are those of the models that are measured."""
+    path = config.evaluate.longppl.evaluator
+    found = config_of(path)
+    same = load_tokenizer(found.data).identity == tokenizer.identity
+    check(same, f"evaluate.longppl.evaluator: {path} has another tokenizer, and so no key tokens for this model")
+    return found
 
 
 def _which(found: _Restored, entry: SchemeConfig) -> dict[str, Any]:
@@ -206,12 +234,15 @@ def evaluation_documents(setup: Setup, trials: bool = False) -> list[np.ndarray]
     If ``compare.sweep`` has trials, every second document is for trials, and reports use only the others.
 
     Raises ValueError if a model of this config cannot be measured on them at ``evaluate.lengths``, or on the tasks of
-    ``evaluate.tasks``.
+    ``evaluate.tasks`` and ``evaluate.ruler``.
     """
     config = setup.config
     check_causal(config)
     check_vocabulary(setup)
     check_tasks(config.evaluate, Vocabulary(setup.tokenizer))
+    check_ruler(config.evaluate, setup.tokenizer)
+    if config.evaluate.longppl.evaluator:
+        _evaluator(config, setup.tokenizer)
     held_out = held_out_sample(config, setup.tokenizer).documents()
     if config.compare.sweep.learning_rate:
         check(

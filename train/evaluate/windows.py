@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from train.data.learned import ids_of, labels_of
+
 Tokens = Int[np.ndarray, "n"]
 
 
@@ -70,12 +72,13 @@ def last_windows(chosen: Sequence[Tokens], length: int, scored: int) -> Windows:
 
 
 def _padded(cut: Sequence[Tokens], length: int) -> Windows:
-    """Stacks windows of up to `length + 1` tokens; shorter ones are padded with zeros of weight 0."""
+    """Stacks windows of up to `length + 1` tokens; shorter ones are padded with zeros of weight 0, and unlearned tokens
+    of conversations have weight 0 too."""
     tokens = np.zeros((len(cut), length + 1), np.int32)
     weights = np.zeros((len(cut), length), np.float32)
     for row, window in enumerate(cut):
-        tokens[row, : len(window)] = window
-        weights[row, : len(window) - 1] = 1
+        tokens[row, : len(window)] = ids_of(window)
+        weights[row, : len(window) - 1] = labels_of(window[1:]) >= 0
     return Windows(tokens, weights)
 
 

@@ -167,6 +167,7 @@ _MEASURES = {
     "window": "whole window",
     "last": "last {length} tokens only, context growing",
     "sliding": "sliding window",
+    "key": "tokens that need a long context",
 }
 
 

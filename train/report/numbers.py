@@ -11,6 +11,7 @@ Rows of perplexity, one for each (scheme, seed, length); in a study of a release
     window_perplexity   over whole windows;  window_tokens: how many tokens were scored;  window_nll: nats per token
     last_perplexity     of the last `last_length` tokens, with all context before them;  last_tokens
     sliding_perplexity  of the tokens that a sliding window uncovers, if asked for;  sliding_tokens
+    key_perplexity      LongPPL, of `key_tokens` that need a long context, if asked for;  key_compared: of how many
     position_ends, position_nll   the tokens of `window` by their position, see `train.evaluate.perplexity`
     tokens_per_second   evaluation, tokens computed;  memory_bytes: of the program, in a study
     train_tokens_per_second, peak_memory_bytes   of the training process; None for one that was not trained
@@ -39,11 +40,11 @@ from operator import itemgetter
 from typing import Any
 
 from posjax import Layers, Scheme, coca
-from train.config.settings.evaluate import SECTIONS
+from train.config.settings.evaluate import RULER, SECTIONS
 
 Row = Mapping[str, Any]
 
-MEASURES = ("window", "last", "sliding")
+MEASURES = ("window", "last", "sliding", "key")
 FEW, FEW_TOKENS = 32, 256
 """For a curve of tokens at one position in windows: the least number of windows, and of tokens for each point."""
 _CLEAR = 0.05  # the least advantage in accuracy over guessing that is worth a figure
@@ -171,15 +172,17 @@ def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
     Of trainings that end at a loss, only those that reached it: the others' answers say nothing about other lengths.
     """
     counted = [row for row in rows if not (row.get("stop_loss") and row["updates_to_loss"] is None)]
-    found = {name: [row for row in counted if row.get("task") == name] for name in SECTIONS}
+    found = {name: [row for row in counted if row.get("task") == name] for name in (*SECTIONS, *RULER)}
     return {name: mine for name, mine in found.items() if mine}
 
 
 def measures(rows: Sequence[Row]) -> list[str]:
-    """The measures of perplexity: over windows, of the last tokens, and, if present, in sliding windows."""
+    """The measures of perplexity: over windows, of the last tokens, and, if present, in sliding windows, and of tokens
+    that need a long context."""
     if texts(rows):
         return ["last"]
-    return [name for name in MEASURES if name != "sliding" or any(row.get("sliding_tokens") for row in rows)]
+    asked = ("sliding", "key")
+    return [name for name in MEASURES if name not in asked or any(row.get(f"{name}_tokens") for row in rows)]
 
 
 def shown_measures(rows: Sequence[Row]) -> list[str]:

@@ -136,6 +136,7 @@ _MEASURED = {
     "last": "Last tokens: only the last ones of a window, the same ones at every length. There a falling line means "
     "that more context helps, and a rising line that it harms.",
     "sliding": "Sliding window: the new tokens of each step of a window, the same ones at every length.",
+    "key": "Tokens that need a long context (LongPPL): those that it makes much likelier than a short one does.",
 }
 _PERPLEXITY = "Perplexity is exp of the mean negative log-likelihood over tokens."
 _ALT = {

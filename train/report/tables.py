@@ -68,6 +68,7 @@ _TITLES = {
     "window": "Perplexity over the whole window ({tokens:,} tokens scored at each length)",
     "last": "Perplexity of the last {length} tokens, context growing (the same {tokens:,} at each length)",
     "sliding": "Perplexity in sliding windows (the same {tokens:,} tokens at each length)",
+    "key": "Perplexity of tokens that need a long context (LongPPL; at most {tokens:,} at a length)",
 }
 
 

@@ -13,6 +13,7 @@ class SourceConfig:
     paths: tuple[str, ...] = ()  # as `data.paths`
     weight: float = 1.0  # this part's share of the training tokens, beside the weights of the others
     text_key: str = "text"
+    messages_key: str = ""  # as `data.messages_key`
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,12 @@ class DataConfig:
     paths: tuple[str, ...] = ()  # files, or globs of files
     mixture: tuple[SourceConfig, ...] = ()  # instead of `paths`: several, with weights
     text_key: str = "text"  # the key or column of the text
+    messages_key: str = ""  # the key of a conversation's messages, as messages; text_key is then not read
     bad_records: float = 0.01  # the largest share of a part's lines and rows that may have no text; these are left out
     held_out: float = 0.05  # share of the documents kept from training, for evaluation
     held_out_tokens: int = 2**26  # the most tokens that are held out, 64 Mi; at least one document is held out
     tokenizer: str = "bytes"  # or a tokenizer.json of Hugging Face, a .model of SentencePiece, or a GGUF file
+    chat_template: str = ""  # a file with a template of conversations, instead of the tokenizer's own
     special_tokens: Literal["added", "own"] = (
         "added"  # added: new ids for those of the four that a tokenizer lacks; own: only those that it has
     )
@@ -46,10 +49,16 @@ class DataConfig:
         else:
             check(not self.paths, f"data.paths is read only with data.source=files, found source {self.source!r}")
             check(not self.mixture, f"data.mixture is read only with data.source=files, found source {self.source!r}")
+            check(not self.messages_key, "data.messages_key is read only with data.source=files")
         check(
             self.tokenizer == "bytes" or self.tokenizer.endswith((".json", ".model", ".gguf")),
             "data.tokenizer must be 'bytes', a tokenizer.json of Hugging Face, a .model of SentencePiece or a GGUF "
             f"file, found {self.tokenizer!r}",
+        )
+        check(
+            not self.has_conversations or self.tokenizer.endswith((".json", ".gguf")),
+            "data.messages_key: conversations need the chat template of a tokenizer.json or a GGUF file; "
+            f"data.tokenizer is {self.tokenizer!r}",
         )
 
     def _check_files(self) -> None:
@@ -66,4 +75,9 @@ class DataConfig:
     @property
     def parts(self) -> tuple[SourceConfig, ...]:
         """The parts of the mixture; a mixture of one where there is none."""
-        return self.mixture or (SourceConfig(self.paths, 1.0, self.text_key),)
+        return self.mixture or (SourceConfig(self.paths, 1.0, self.text_key, self.messages_key),)
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a part has conversations, of which only the assistant's turns are learned."""
+        return any(part.messages_key for part in self.parts)

@@ -25,6 +25,24 @@ SECTIONS = {
 """The tasks that `evaluate.tasks` may name, and the section with the sizes of each."""
 
 
+RULER = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+)
+"""The tasks that `evaluate.ruler.tasks` may name."""
+
+
 @dataclass(frozen=True)
 class TaskConfig:
     """The sizes that every task has. Every model gets the same cases, with any seed."""
@@ -88,6 +106,27 @@ class MqarConfig(TaskConfig):
     power: float = 0.01  # parameter of the power law of the distance from a pair to its query
 
 
+@dataclass(frozen=True)
+class RulerConfig(TaskConfig):
+    """RULER's tasks, whose answers the model writes; as in RULER, 500 cases make a table."""
+
+    tasks: tuple[str, ...] = ()
+    essays: str = ""  # a file with the text of the haystack, as Paul Graham's essays
+    squad: str = ""  # dev-v2.0.json of SQuAD, for qa_1
+    hotpotqa: str = ""  # hotpot_dev_distractor_v1.json of HotpotQA, for qa_2
+
+
+@dataclass(frozen=True)
+class LongPPLConfig:
+    """The loss of tokens that need a long context; see train.evaluate.key_tokens. The paper: `short` is 4096."""
+
+    short: int = 0  # tokens of the short context; 0: not measured
+    step: int = 1024  # tokens that are compared in one short context
+    alpha: float = 2.0  # how much likelier the long context makes a key token, in nats
+    beta: float = -2.0  # its log-probability in the long context is above this
+    evaluator: str = ""  # a run or a released model that finds the key tokens; each model finds its own if empty
+
+
 _TASK_SECTIONS = tuple(dict.fromkeys(SECTIONS.values()))
 
 
@@ -116,6 +155,8 @@ class EvaluateConfig:
     mqar: MqarConfig = field(default_factory=MqarConfig)
     copy: TaskConfig = field(default_factory=TaskConfig)
     induction: DepthConfig = field(default_factory=DepthConfig)
+    ruler: RulerConfig = field(default_factory=RulerConfig)
+    longppl: LongPPLConfig = field(default_factory=LongPPLConfig)
 
     def __post_init__(self):
         check_positive("evaluate", self, "tokens", "batch_tokens")
@@ -128,9 +169,26 @@ class EvaluateConfig:
             if task not in SECTIONS:
                 raise unknown("evaluate.tasks", task, list(SECTIONS), "task")
         check_distinct("evaluate.tasks", self.tasks, "leave one out")
-        for name in _TASK_SECTIONS:
+        self._check_longppl()
+        for task in self.ruler.tasks:
+            if task not in RULER:
+                raise unknown("evaluate.ruler.tasks", task, list(RULER), "task")
+        check_distinct("evaluate.ruler.tasks", self.ruler.tasks, "leave one out")
+        for name in (*_TASK_SECTIONS, "ruler"):
             self._check_section(f"evaluate.{name}", getattr(self, name))
         check(self.words.power >= 0.5, f"evaluate.words.power must be at least 0.5, found {self.words.power}")
+
+    def _check_longppl(self) -> None:
+        short, step, longest = self.longppl.short, self.longppl.step, self.lengths[-1]
+        check(short >= 0 and step > 0, f"evaluate.longppl: short and step must be positive, found {short} and {step}")
+        check(short < longest, f"evaluate.longppl.short must be below the longest length, {longest}, found {short}")
+        most = self.batch_tokens
+        check(not short or short + step <= most, _too_few("batch_tokens", short + step, most))
+
+    @property
+    def ruler_lengths(self) -> tuple[int, ...]:
+        """The lengths of RULER's tasks."""
+        return self.ruler.lengths or self.lengths
 
     def section(self, task: str) -> TaskConfig:
         """The sizes of a task."""
