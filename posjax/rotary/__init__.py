@@ -14,7 +14,7 @@ from posjax.rotary.mixed import MixedRotary
 from posjax.rotary.ntk import NTKAware, NTKFixed, NTKMixed, NTKOld
 from posjax.rotary.rotation import apply_rotary, permute_projection
 from posjax.rotary.rules import FrequencyRule, Plain, Proportional, inverse_frequencies
-from posjax.rotary.scalings import Ahead, HoPE, Linear, Llama3, NTKByParts, Stretched, YaRN
+from posjax.rotary.scalings import Ahead, HoPE, Linear, Llama3, NTKByParts, Resonance, Stretched, YaRN
 from posjax.rotary.tables import RotaryTable, rotary_table
 from posjax.rotary.values import ValueRotary
 from posjax.rotary.xpos import XPos
@@ -23,6 +23,7 @@ SCALINGS: dict[str, type[FrequencyRule]] = {
     "default": Plain,
     "proportional": Proportional,
     "hope": HoPE,
+    "resonance": Resonance,
     "linear": Linear,
     "ntk": NTKAware,
     "ntk-old": NTKOld,
@@ -64,6 +65,7 @@ __all__ = [
     "NTKOld",
     "Plain",
     "Proportional",
+    "Resonance",
     "RoPETie",
     "Rotary",
     "RotaryTable",

@@ -178,7 +178,8 @@ def _check_hashable(scheme: Choices) -> None:
 
 
 def _check_temperature(scheme: Choices) -> None:
-    has_temperature = isinstance(scheme.feature_map_or_identity.frequencies, rotary.YaRN | rotary.DynamicYaRN)
+    rule = scheme.feature_map_or_identity.frequencies
+    has_temperature = isinstance(getattr(rule, "rule", None) or rule, rotary.YaRN | rotary.DynamicYaRN)
     check(
         not (has_temperature and isinstance(scheme.scale, YaRNTemperature)),
         "scale: YaRN's frequencies have its temperature already; leave YaRNTemperature out, or use NTKByParts",
@@ -327,7 +328,9 @@ def _resolved(scheme, slot_name: str, value):
         return value
     options = dict(value)
     check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {describe(value)}")
-    if slot_name == "frequencies":
+    if slot_name == "frequencies" and isinstance(options.get("rule"), Mapping):
+        options["rule"] = _resolved(scheme, slot_name, options["rule"])  # it sets what another rule would inherit
+    elif slot_name == "frequencies":
         options = _inherited(scheme.features.frequencies, options["name"]) | options
     return slot(slot_name, options.pop("name"), **options)
 

@@ -177,7 +177,10 @@ CALLS = [
     ("norm", lambda: pj.scheme("performer", norm={"name": "key-norm"})),
     ("frequencies", lambda: pj.scheme("linear-elu", frequencies=DYNAMIC)),
     ("features", lambda: pj.scheme("linear-elu", frequencies=YARN)),
-    ("scale", lambda: pj.scheme("rope", frequencies=YARN, scale={"name": "yarn", "extension": 4.0})),
+    *(
+        ("scale", lambda rule=rule: pj.scheme("rope", frequencies=rule, scale={"name": "yarn", "extension": 4.0}))
+        for rule in (YARN, {"name": "resonance", "rule": YARN})
+    ),
     ("training_positions", lambda: pj.scheme("learned", max_length=8, training_positions={"name": "randomised"})),
     ("training_positions", lambda: pj.scheme("alibi", training_positions={"name": "equal-mean"})),
     ("training_positions", lambda: pj.scheme("xpos", training_positions={"name": "pose", "max_length": 65536})),
