@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lm-infinite": {"n_local": TRAINED, "n_global": 4},
     "streaming": {"first": 4, "recent": 28},
     "dual-chunk": {"length": TRAINED},
+    "string": {"length": TRAINED, "window": 4},
     "window": {"size": TRAINED},
     "chunked": {"size": TRAINED},
     "longformer": {"window": TRAINED, "dilation": (1, 1, 2, 2)},
@@ -86,7 +87,8 @@ _MISSING = ("jax says", "the kernels need jax", "found no GPU", "compute capabil
 """What a refusal says that is about this machine, not about the call."""
 _ADDED = {
     *("ntk", "ntk-old", "ntk-fixed", "ntk-mixed", "dynamic-linear", "dynamic-ntk", "dynamic-yarn"),
-    *("rerope", "leaky-rerope", "self-extend", "lm-infinite", "streaming", "dual-chunk", "lambda", "clipped-log-n"),
+    *("rerope", "leaky-rerope", "self-extend", "lm-infinite", "streaming", "dual-chunk", "string"),
+    *("lambda", "clipped-log-n"),
 }
 """Methods that work on a trained model without further training."""
 _TUNED = {"linear", "ntk-by-parts", "yarn", "longrope", "llama3", "clex", "pose", "drope"}

@@ -35,6 +35,7 @@ OPTIONS = {
     "lm-infinite": {"n_local": 6, "n_global": 2},
     "streaming": {"first": 2, "recent": 5},
     "dual-chunk": {"length": 8},
+    "string": {"length": 12, "window": 2},
     "window": {"size": 5},
     "chunked": {"size": 6},
     "longformer": {"window": 8, "dilation": (1, 1, 2, 2)},

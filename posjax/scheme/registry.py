@@ -86,6 +86,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "lm-infinite": remap.LMInfinite,
         "streaming": remap.StreamingLLM,
         "dual-chunk": remap.DualChunk,
+        "string": remap.STRING,
     },
     "sinks": {"learned": sinks.LearnedSinks, "plus-one": sinks.SoftmaxPlusOne},
     "linear": {

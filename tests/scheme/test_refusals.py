@@ -69,6 +69,7 @@ SPECS = [
     ("remap", "lm-infinite", {}, {"n_local": NOT_A_COUNT, "n_global": NOT_A_COUNT}),
     ("remap", "streaming", {}, {"first": NOT_A_COUNT, "recent": NOT_A_COUNT}),
     ("remap", "dual-chunk", {"length": 8}, {"length": (7, 0), "chunk": (3, 8, 0)}),
+    ("remap", "string", {"length": 500}, {"length": (*NOT_A_COUNT, 2), "shift": (501, 128, 0), "window": (166, 0)}),
     ("linear", "performer", {}, {"num_features": NOT_A_COUNT, "norms": ("unit",), "eps": NEGATIVE, "scale": (0,)}),
     *(("linear", name, {}, {"order": (1, 3, 2.5), "scale": NOT_POSITIVE}) for name in ("taylor", "limit")),
     ("training_positions", "randomised", {}, {"max_length": (2**31, 0), "test": ("odd",)}),
