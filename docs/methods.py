@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clex": {"original_length": TRAINED, "max_factor": EXTENSION, "steps": 10},
     "mrope": {"sections": (8, 12, 12)},
     "general": {"generators": (((0, -1.0, 0, 0), (1.0, 0, 0, 0), (0, 0, 0, -0.1), (0, 0, 0.1, 0)),)},
+    "fope": {"original_length": TRAINED},
     "coca": {"variant": "strict"},
     "coca-planes": {"planes": (8, 24)},
     "t5": {"max_distance": 24},

@@ -26,6 +26,7 @@ OPTIONS = {
     "fire": {"threshold": 6.0},
     "cope": {"max_position": 6},
     "scale-invariant": {"tau": 2.0},
+    "fope": {"original_length": 8, "learned": True},
     "hope": {"original_length": 8},
     "clex": {"original_length": 8, "max_factor": 4, "steps": 5},
     "rerope": {"window": 4},

@@ -6,6 +6,7 @@ from posjax.rotary.context_base import largest_context, smallest_base
 from posjax.rotary.coordinates import SpanPositions, grid_coordinates, mrope_positions, patch_centres, tie_positions
 from posjax.rotary.dynamic import DynamicLinear, DynamicNTK, DynamicYaRN
 from posjax.rotary.feature import Rotary
+from posjax.rotary.fourier import FoPE
 from posjax.rotary.generators import GeneralRotary, commute, decompose
 from posjax.rotary.grids import AXIAL_LAYOUTS, Axial, MRoPE, RoPETie
 from posjax.rotary.huggingface import from_hf
@@ -49,6 +50,7 @@ __all__ = [
     "DynamicLinear",
     "DynamicNTK",
     "DynamicYaRN",
+    "FoPE",
     "Frequencies",
     "FrequencyRule",
     "GeneralRotary",

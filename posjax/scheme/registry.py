@@ -37,6 +37,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "vo-rope": rotary.ValueRotary,
         "xpos": rotary.XPos,
         "mixed": rotary.MixedRotary,
+        "fope": rotary.FoPE,
         "general": rotary.GeneralRotary,
         "pope": pope.PoPE,
         "coca": coca.Coca,

@@ -38,6 +38,8 @@ SPECS = [
     ("embedding", "hierarchical", {"max_length": 8}, TABLE | {"alpha": (0, 1, 0.5, math.nan)}),
     ("features", "coca", {"variant": "strict"}, {"variant": ("coca",), "pairing": ("both",)}),
     ("features", "coca-planes", {"planes": (1, 3)}, {"planes": ((3, 1), (-1, 2), (1,), (0, 1.5), (False, True), 2)}),
+    ("features", "fope", {"original_length": 8}, {"original_length": (6, math.nan), "planes": NOT_A_COUNT} | BASE),
+    ("features", "fope", {"original_length": 8}, {"gain": NEGATIVE, "learned": (1,), "pairing": ("both",)}),
     ("features", "pope", {}, {"frequencies": (None,), "init_delta": ("ones",), "precision": ("half",)}),
     *(("norm", name, {}, {"eps": NEGATIVE}) for name in ("key-norm", "qk-norm", "cosine")),
     ("scale", "log-n", {"length": 8}, LENGTH | {"minimum": NOT_POSITIVE}),
