@@ -33,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "coca-planes": {"planes": (8, 24)},
     "t5": {"max_distance": 24},
     "fire": {"threshold": 16.0},
+    "relative": {"extent": 16},
+    "shaw": {"extent": 16},
     "inverse-leaky": {"length": TRAINED, "extension": float(EXTENSION)},
     "rerope": {"window": 16},
     "leaky-rerope": {"window": 16, "factor": 8.0},
@@ -109,6 +111,7 @@ LEADS = {
 SOURCES = {
     "methods/chunked": "Llama 4",
     "methods/learned-sinks": "gpt-oss",
+    "methods/token-sinks": "Inkling 2",
     "methods/drope": "Sakana AI, DroPE",
     "methods/qwen3": "Qwen 3",
     "methods/gemma3": "Gemma 3",
@@ -117,6 +120,7 @@ SOURCES = {
     "methods/gpt-oss": "gpt-oss",
     "methods/scale-llama4": "Llama 4",
     "methods/scale-ministral": "Ministral 3",
+    "methods/scale-inkling": "Inkling",
     "methods/scale-constant": "T5; Gemma 4",
 }
 """The sources of methods that come from a released model and cite no article."""

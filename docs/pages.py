@@ -175,7 +175,7 @@ def cache(scheme: pj.Scheme | pj.Layers) -> str:
     if scheme.kept_keys is not None:
         first, recent = scheme.kept_keys
         kept.append((f"of the first {first} and" if first else "of") + f" the last {recent} tokens alone")
-    return ", ".join(kept + ["the gates of every token"] * scheme.reads_tokens)
+    return ", ".join(kept + ["the gates of every token"] * scheme.gated)
 
 
 def direction(scheme: pj.Scheme | pj.Layers) -> str:

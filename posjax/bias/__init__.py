@@ -13,6 +13,7 @@ from posjax.bias.cope import ContextualBias, CoPE
 from posjax.bias.fire import FIRE, InterpolatedBias
 from posjax.bias.fox import ForgetBias, FoX, accumulate
 from posjax.bias.kerple import Kerple, LogBias, PowerBias, WeightedPowerBias
+from posjax.bias.relative import Relative, RelativeBias, Shaw
 from posjax.bias.sandwich import Sandwich, SinusoidBias
 from posjax.bias.scale_invariant import ScaleInvariant, ScaleInvariantBias
 from posjax.bias.t5 import T5, BucketBias, t5_bucket, t5_thresholds
@@ -34,9 +35,12 @@ __all__ = [
     "LinearBias",
     "LogBias",
     "PowerBias",
+    "Relative",
+    "RelativeBias",
     "Sandwich",
     "ScaleInvariant",
     "ScaleInvariantBias",
+    "Shaw",
     "SinusoidBias",
     "WeightedPowerBias",
     "accumulate",

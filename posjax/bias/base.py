@@ -98,12 +98,18 @@ class BiasOfHeads(OfSomeHeads, Bias):
 class BiasSpec(abc.ABC):
     """The base class of the hyper-parameters of biases. A spec is a frozen, hashable dataclass.
 
-    One that ``reads_tokens`` has a ``prepare(params, x)`` too, whose results ``bind`` takes as ``q_gates`` and
-    ``kv_gates``.
+    One that ``reads_tokens`` has a ``prepare(params, x)`` too. ``bind`` takes its results, ``[batch, heads, queries,
+    size]``, as ``states``; if they are ``gated``, it takes their sums as ``q_gates`` and ``kv_gates``.
     """
 
     reads_tokens: ClassVar[bool] = False
-    """Whether it is a function of the tokens: ``prepare`` computes the input of ``bind`` from them (FoX)."""
+    """Whether it is a function of the tokens: ``prepare`` computes the input of ``bind`` from them (FoX, Inkling)."""
+    gated: ClassVar[bool] = False
+    """Whether the results of ``prepare`` are logarithms of gates, to be summed along the sequence (FoX)."""
+    reads_queries: ClassVar[bool] = False
+    """Whether ``bind`` takes the queries times the scale, ``[batch, heads, queries, size]``, as ``states`` (Shaw)."""
+    scaled: bool = False
+    """Whether the scale of a scheme multiplies ``states`` too."""
     contextual: ClassVar[bool] = False
     """Whether it is a function of the scores themselves, and bound as a ``ContextualBias`` (CoPE)."""
     shared_across_layers: bool = False

@@ -89,6 +89,7 @@ class FoX(BiasSpec):
     data_dependent: bool = True
     decay_times: tuple[float, float] | None = None
     reads_tokens: ClassVar[bool] = True
+    gated: ClassVar[bool] = True
     shift_invariant = True
 
     def __post_init__(self):

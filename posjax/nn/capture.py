@@ -18,7 +18,7 @@ from posjax.scheme import Scheme
 class Layer(NamedTuple):
     """The inputs of attention in one layer: projections after the norm of the scheme and before its features.
 
-    ``gates`` are the result of ``Scheme.prepare`` (FoX), or None. ``options`` are the options of the config that change
+    ``gates`` are the result of ``Scheme.prepare``, or None. ``options`` are the options of the config that change
     the logits, as arguments of ``Scheme.attend``.
     """
 
@@ -26,7 +26,7 @@ class Layer(NamedTuple):
     params: dict[str, dict[str, Array]]
     q: Float[Array, "batch length heads query_size"]
     k: Float[Array, "batch length kv_heads key_size"]
-    gates: Float[Array, "batch heads length"] | None
+    gates: dict[str, Float[Array, "batch heads length *size"]] | None
     options: dict[str, float]
 
 

@@ -162,7 +162,7 @@ class Attention(nnx.Module):
 
     def _decoded(self, x, cache, settings: dict, *, partition: PartitionSpec | None):
         params = plain(self.learned) | settings["shared"]
-        start = cache.own.total if self.scheme.reads_tokens else None
+        start = cache.own.total if self.scheme.gated else None
         arguments = {name: value for name, value in settings.items() if name != "shared"}
         arguments["gates"] = self.scheme.prepare(params, x, start=start, valid=arguments["valid"])
         arguments |= self.config.logit_options

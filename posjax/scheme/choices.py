@@ -58,8 +58,19 @@ class Choices:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether ``attend`` needs the gates that ``prepare`` computes from the tokens (FoX)."""
-        return self.bias is not None and self.bias.reads_tokens
+        """Whether ``attend`` needs what ``prepare`` computes from the tokens (FoX, Inkling)."""
+        return bool(self.token_readers)
+
+    @property
+    def token_readers(self) -> dict[str, BiasSpec | Sinks]:
+        """The specs that read the tokens, by slot."""
+        slots = {"bias": self.bias, "sinks": self.sinks}
+        return {name: spec for name, spec in slots.items() if spec is not None and spec.reads_tokens}
+
+    @property
+    def gated(self) -> bool:
+        """Whether the bias reads gates of the keys, which are summed along the sequence and cached (FoX)."""
+        return self.bias is not None and self.bias.gated
 
     @property
     def rotates(self) -> bool:
@@ -280,12 +291,13 @@ def init_slots(choices: Choices, key: Array, sizes: Mapping[str, int | None], *,
     """The parameters that all layers share, or those of one layer, ``{slot: {name: array}}``.
 
     Raises:
-        ValueError: for a bias that reads the tokens if ``model_dim`` is None.
+        ValueError: for a spec that reads the tokens if ``model_dim`` is None.
     """
     names = [name for name in LEARNING if _is_shared(choices, name) == shared]
+    readers = [type(spec).__name__ for name, spec in choices.token_readers.items() if name in names]
     check(
-        sizes["model_dim"] is not None or not choices.reads_tokens or "bias" not in names,
-        f"model_dim: {type(choices.bias).__name__} reads the tokens, so their width is needed",
+        sizes["model_dim"] is not None or not readers,
+        f"model_dim: {' and '.join(readers)} reads the tokens, so their width is needed",
     )
     keys = dict(zip(LEARNING, jax.random.split(key, len(LEARNING)), strict=True))
     made = {name: init_spec(getattr(choices, name), keys[name], sizes) for name in names}

@@ -54,6 +54,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "ssmax": scales.SSMax,
         "llama4": scales.Llama4Temperature,
         "ministral": scales.MinistralTemperature,
+        "inkling": scales.InklingTemperature,
         "yarn": scales.YaRNTemperature,
         "cosine": scales.CosineScale,
         "learned-cosine": scales.LearnedCosineScale,
@@ -69,6 +70,8 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "fire": bias.FIRE,
         "fox": bias.FoX,
         "cope": bias.CoPE,
+        "relative": bias.Relative,
+        "shaw": bias.Shaw,
         "scale-invariant": bias.ScaleInvariant,
     },
     "mask": {
@@ -89,7 +92,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "dual-chunk": remap.DualChunk,
         "string": remap.STRING,
     },
-    "sinks": {"learned": sinks.LearnedSinks, "plus-one": sinks.SoftmaxPlusOne},
+    "sinks": {"learned": sinks.LearnedSinks, "plus-one": sinks.SoftmaxPlusOne, "by-token": sinks.TokenSinks},
     "linear": {
         "elu": linear.Elu,
         "exponential": linear.Exponential,

@@ -1,7 +1,7 @@
 """Cases of attention over a mesh, and a check that compares them with one device."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -79,6 +79,11 @@ PER_HEAD = {
     "fire": Case(pj.Scheme(bias=pj.bias.FIRE(4), features=pj.rotary.Rotary())),
     "scale-invariant": Case(pj.Scheme(bias=pj.bias.ScaleInvariant(), sinks=pj.sinks.LearnedSinks())),
     "xpos": Case(pj.Scheme(features=pj.rotary.XPos())),
+    "relative, sinks by token": Case(
+        pj.Scheme(bias=pj.bias.Relative(6, scaled=True), sinks=pj.sinks.TokenSinks(), scale=pj.scales.SSMax()),
+        packed=True,
+    ),
+    "shaw": Case(pj.Scheme(bias=pj.bias.Shaw(6), norm=pj.norms.QKNorm(), features=pj.rotary.Rotary())),
 }
 
 
@@ -113,8 +118,11 @@ def inputs(case: Case) -> dict[str, Any]:
         # Not the initial values, which are often equal for all heads.
         "params": jax.tree.map(lambda a: a + 0.1 * draw.random(a.shape, np.float32), initial(case)),
     }
-    if scheme.reads_tokens:
-        made["gates"] = -draw.random((case.rows, HEADS, case.length), np.float32).cumsum(-1)
+    if scheme.gated:
+        made["gates"] = {"bias": -draw.random((case.rows, HEADS, case.length), np.float32).cumsum(-1)}
+    elif scheme.reads_tokens:
+        states = (case.rows, HEADS, case.length, scheme.bias.size)
+        made["gates"] = {"bias": draw.random(states, np.float32), "sinks": draw.random(states[:3], np.float32)}
     return made
 
 
@@ -222,7 +230,8 @@ def on_a_mesh(case: Case, mesh: str, where: Placement, implementation: str | Non
 
     def run(made):
         projected = [layout.apply(made[name], 1) for name in "qkv"]
-        rows = jax.tree.map(layout.apply, token_arguments(case) | ({"gates": made["gates"]} if "gates" in made else {}))
+        rows = jax.tree.map(layout.apply, token_arguments(case))
+        rows |= {"gates": jax.tree.map(partial(layout.apply, axis=2), made["gates"])} if "gates" in made else {}
 
         def inside(*parts):
             return attend(case, implementation, where, *parts)

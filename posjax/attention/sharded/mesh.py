@@ -22,6 +22,7 @@ _AXES = {
     "length": ("batch",),
     "coordinates": ("batch", "queries", None),
     "scale": ("batch", "queries", "heads"),
+    "sinks": ("batch", "queries", "heads"),
 }
 """The axes of the arrays ``per_row`` by name; arrays of other names have batch, tokens, and axes that are not split."""
 
@@ -121,7 +122,7 @@ def attend_on_mesh(
         replicated: a tree whose arrays are the same on all devices.
         projected: queries, keys and values, ``[batch, length, heads, size]``. Key heads are repeated if the devices of
             their axis do not divide them: see ``Placement.for_key_heads``.
-        per_row: trees of arrays by name. ``"gates"`` are ``[batch, heads, length]``, ``"length"`` is ``[batch]``,
+        per_row: trees of arrays by name. ``"gates"`` are ``[batch, heads, length, ...]``, ``"length"`` is ``[batch]``,
             ``"coordinates"`` are ``[batch, length, axes]``, masks and biases name their own axes (``"mask"`` may be a
             boolean array), and all others are ``[batch, length]``. An array with fewer axes is the same on all
             devices. An axis of size 1 is not split.
