@@ -83,8 +83,9 @@ class Attention(nnx.Module):
         self.q = into(rngs.params(), shapes["q"], ("embed", "heads", "head_dim"))
         self.k = into(rngs.params(), shapes["k"], ("embed", "kv_heads", "head_dim"))
         self.v = into(rngs.params(), shapes["v"], ("embed", "kv_heads", "head_dim"))
-        stddev = (heads * size * 2 * config.num_layers) ** -0.5
-        self.o = parameter(rngs.params(), (heads, size, width), ("heads", "head_dim", "embed"), stddev)
+        outputs = heads * scheme.copies
+        stddev = (outputs * size * 2 * config.num_layers) ** -0.5
+        self.o = parameter(rngs.params(), (outputs, size, width), ("heads", "head_dim", "embed"), stddev)
         made = scheme.init(rngs.params(), heads, size, num_kv_heads=kv_heads, model_dim=width)
         self.learned = scheme_parameters(made)
         axes = {"q": ("heads", "head_dim"), "k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim")}

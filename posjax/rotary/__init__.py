@@ -10,6 +10,7 @@ from posjax.rotary.fourier import FoPE
 from posjax.rotary.generators import GeneralRotary, commute, decompose
 from posjax.rotary.grids import AXIAL_LAYOUTS, Axial, MRoPE, RoPETie
 from posjax.rotary.huggingface import from_hf
+from posjax.rotary.imaginary import RoPEPP
 from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.mixed import MixedRotary
 from posjax.rotary.ntk import NTKAware, NTKFixed, NTKMixed, NTKOld
@@ -68,6 +69,7 @@ __all__ = [
     "Plain",
     "Proportional",
     "Resonance",
+    "RoPEPP",
     "RoPETie",
     "Rotary",
     "RotaryTable",

@@ -47,6 +47,11 @@ class Choices:
         return _PLAIN if self.features is None else self.features
 
     @property
+    def copies(self) -> int:
+        """How many heads of attention a query head makes."""
+        return self.feature_map_or_identity.copies
+
+    @property
     def reach(self) -> int | None:
         """How many positions the embedding encodes, from 0; None if it encodes all, and without an embedding."""
         return None if self.embedding is None else self.embedding.reach
@@ -149,6 +154,8 @@ def check_composition(scheme: Choices) -> None:
     _check_norm(scheme)
     if scheme.bias is not None and scheme.bias.contextual:
         _check_contextual(scheme)
+    for name in scheme.token_readers if scheme.copies > 1 else ():
+        check(False, f"{name}: what reads the tokens does not compose with RoPE++, which adds heads; leave one out")
     if scheme.training_positions is not None:
         _check_positions(scheme)
     if scheme.remap is not None:
@@ -300,7 +307,9 @@ def init_slots(choices: Choices, key: Array, sizes: Mapping[str, int | None], *,
         f"model_dim: {' and '.join(readers)} reads the tokens, so their width is needed",
     )
     keys = dict(zip(LEARNING, jax.random.split(key, len(LEARNING)), strict=True))
-    made = {name: init_spec(getattr(choices, name), keys[name], sizes) for name in names}
+    of_logits = sizes | {"num_heads": sizes["num_heads"] * choices.copies}
+    given = {name: of_logits if name in ("scale", "bias", "sinks") else sizes for name in names}
+    made = {name: init_spec(getattr(choices, name), keys[name], given[name]) for name in names}
     return {name: params for name, params in made.items() if params}
 
 
@@ -377,8 +386,9 @@ def check_same_parameters(before: Choices, after: Choices) -> None:
     head_dim = next(sizes, 64)
     for name in ("embedding", *LEARNING):
         _check_slot(name, getattr(before, name), getattr(after, name), head_dim)
+    maps = before.feature_map_or_identity, after.feature_map_or_identity
     check(
-        before.feature_map_or_identity.widths == after.feature_map_or_identity.widths,
+        len({(each.widths, each.copies) for each in maps}) == 1,
         f"features: {describe(after.features)} needs other projections than {describe(before.features)}; "
         "train it instead",
     )

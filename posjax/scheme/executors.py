@@ -191,7 +191,7 @@ class SoftmaxAttention:
         check_direction(self.scheme, causal)
         check_no_slots(options)
         check_scale(query_scale, "query_scale")
-        heads = where.placement.all_heads(q.shape[2])
+        heads = where.placement.all_heads(q.shape[2]) * self.scheme.copies
         at_q = where.queries(self.scheme.feature_map_or_identity, q)
         query_scale = where.head_dim**-0.5 if query_scale is None else query_scale
         query_scale = query_scale * self.scheme.feature_map_or_identity.softmax_scale
@@ -217,7 +217,7 @@ class SoftmaxAttention:
             return 1.0
         at = where.placement.local(where.q_positions, q.shape[1])
         visible = count_visible(where, at, causal, self.scheme.scheme_mask, visible)
-        sizes = {"num_heads": where.placement.all_heads(q.shape[2])}
+        sizes = {"num_heads": where.placement.all_heads(q.shape[2]) * self.scheme.copies}
         return self.scheme.scale.factor(params.get("scale", {}), positions=as_array(at), visible=visible, **sizes)
 
     def _states(
@@ -227,7 +227,7 @@ class SoftmaxAttention:
         bias = self.scheme.bias
         if bias is not None and bias.reads_queries:
             q = q if self.scheme.norm is None else self.scheme.norm.apply(params.get("norm", {}), q, q)[0]
-            return self._scaled_states(jnp.moveaxis(q, 1, 2), scale, where)
+            return self._scaled_states(jnp.repeat(jnp.moveaxis(q, 1, 2), self.scheme.copies, axis=1), scale, where)
         if bias is None or bias.gated or not bias.reads_tokens:
             return None
         check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass the result of Scheme.prepare")

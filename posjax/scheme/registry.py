@@ -38,6 +38,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "xpos": rotary.XPos,
         "mixed": rotary.MixedRotary,
         "fope": rotary.FoPE,
+        "rope-pp": rotary.RoPEPP,
         "general": rotary.GeneralRotary,
         "pope": pope.PoPE,
         "coca": coca.Coca,

@@ -79,6 +79,7 @@ PER_HEAD = {
     "fire": Case(pj.Scheme(bias=pj.bias.FIRE(4), features=pj.rotary.Rotary())),
     "scale-invariant": Case(pj.Scheme(bias=pj.bias.ScaleInvariant(), sinks=pj.sinks.LearnedSinks())),
     "xpos": Case(pj.Scheme(features=pj.rotary.XPos())),
+    "rope-pp": Case(pj.Scheme(features=pj.rotary.RoPEPP(), scale=pj.scales.SSMax(), sinks=pj.sinks.LearnedSinks())),
     "relative, sinks by token": Case(
         pj.Scheme(bias=pj.bias.Relative(6, scaled=True), sinks=pj.sinks.TokenSinks(), scale=pj.scales.SSMax()),
         packed=True,
@@ -159,8 +160,9 @@ def token_arguments(case: Case) -> dict[str, Any]:
 def terms(case: Case, out, lse):
     """The terms of the loss: output and log-sum-exp, times random cotangents."""
     draw = np.random.default_rng(11)
-    d_out = draw.normal(size=(case.rows, case.length, HEADS, SIZE)).astype(np.float32)
-    d_lse = draw.normal(size=(case.rows, case.length, HEADS)).astype(np.float32)
+    heads = HEADS * case.scheme.copies
+    d_out = draw.normal(size=(case.rows, case.length, heads, SIZE)).astype(np.float32)
+    d_lse = draw.normal(size=(case.rows, case.length, heads)).astype(np.float32)
     return out * d_out, lse * d_lse
 
 

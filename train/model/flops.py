@@ -65,7 +65,7 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
     """
     tokens, documents = int(np.count_nonzero(segment_ids >= 0)), _documents(segment_ids)
     attention = sum(
-        6 * decoder.num_heads * layers * _pair_work(layer, segment_ids.shape[1], documents, tokens)
+        6 * layers * layer.num_heads * layer.scheme.copies * _pair_work(layer, segment_ids.shape[1], documents, tokens)
         for layer, layers in Counter(decoder.every_layer).items()
     )
     return Flops(6.0 * product_parameters(decoder) * tokens, float(attention))
@@ -122,7 +122,7 @@ def product_width(layer: DecoderConfig) -> int:
     size, scheme, experts = layer.head_dim, layer.scheme, layer.experts
     hidden = (3 if layer.gated else 2) * layer.mlp_dim
     hidden = hidden if experts is None else experts.per_token * hidden + experts.count
-    queries = layer.num_heads * (scheme.query_size(size) + size)
+    queries = layer.num_heads * (scheme.query_size(size) + scheme.copies * size)
     return queries + layer.num_kv_heads * (scheme.key_size(size) + size) + hidden
 
 
