@@ -25,6 +25,7 @@ OPTIONS = {
     "t5": {"num_buckets": 8, "max_distance": 12},
     "fire": {"threshold": 6.0},
     "cope": {"max_position": 6},
+    "path": {"rank": 4},
     "relative": {"extent": 5, "size": 4, "clip": 1.5},
     "shaw": {"extent": 5},
     "scale-invariant": {"tau": 2.0},

@@ -136,6 +136,10 @@ class FoX(BiasSpec):
         x, w, b = (part.astype(dtype) for part in (x, w, b))
         return jax.nn.log_sigmoid(jnp.einsum("btd,dh->bth", x, w, precision="highest") + b[None, None])
 
+    def kept(self, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """``(num_heads,)``: the sum of the gates."""
+        return (num_heads,)
+
     def bind(
         self,
         params: dict[str, Array] | None = None,

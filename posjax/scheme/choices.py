@@ -94,7 +94,7 @@ class Choices:
     def kept_keys(self) -> tuple[int, int] | None:
         """``(first, recent)``: how many first and most recent keys a causal query can see; None if all.
 
-        Also None for CoPE, which needs the keys in order: a ring buffer does not keep their order.
+        Also None for CoPE and PaTH, which need the keys in order: a ring buffer does not keep their order.
         """
         if self.bias is not None and self.bias.contextual:
             return None
@@ -215,7 +215,8 @@ def _check_norm(scheme: Choices) -> None:
 def _check_contextual(scheme: Choices) -> None:
     check(
         scheme.features is None,
-        "features do not compose with CoPE, which reads the raw query projections; leave one out",
+        f"features do not compose with {type(scheme.bias).__name__}, which reads the query projections themselves; "
+        "leave one out",
     )
 
 

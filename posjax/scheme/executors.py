@@ -200,7 +200,7 @@ class SoftmaxAttention:
         states = self._states(q, params, where, gates, scale, own_scale)
         q, k, v, remap = self._mapped(q, k, v, params, where)
         terms = options | {
-            "bias": bound_bias(self.scheme.bias, params, heads, gates, states),
+            "bias": bound_bias(self.scheme.bias, params, heads, q.shape[2], gates, states),
             "mask": all_of(masks.Causal() if causal else None, self.scheme.scheme_mask, mask),
             "sinks": sink_logits(self.scheme.sinks, params, heads, sinks, gates),
             "decay": self.scheme.feature_map_or_identity.decay(where.head_dim),
@@ -228,7 +228,7 @@ class SoftmaxAttention:
         if bias is not None and bias.reads_queries:
             q = q if self.scheme.norm is None else self.scheme.norm.apply(params.get("norm", {}), q, q)[0]
             return self._scaled_states(jnp.repeat(jnp.moveaxis(q, 1, 2), self.scheme.copies, axis=1), scale, where)
-        if bias is None or bias.gated or not bias.reads_tokens:
+        if bias is None or bias.gated or bias.reads_keys or not bias.reads_tokens:
             return None
         check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass the result of Scheme.prepare")
         return self._scaled_states(gates[0]["bias"], own_scale if bias.scaled else 1.0, where)
@@ -269,15 +269,15 @@ class SoftmaxAttention:
         """A cache without tokens; ``chunk`` is the most tokens that are written at once."""
         chunk = min(chunk, capacity)
         dtype = dtype or jnp.float32
-        gated = self.scheme.gated
+        kept = None if self.scheme.bias is None else self.scheme.bias.kept(num_heads, num_kv_heads, head_dim)
         first, slots = ring(self.scheme.kept_keys, capacity, chunk)
         return Cache(
             k=jnp.zeros((batch, num_kv_heads, slots, self.scheme.feature_map_or_identity.key_size(head_dim)), dtype),
             v=jnp.zeros((batch, num_kv_heads, slots, head_dim), dtype),
             positions=jnp.zeros((batch, slots), jnp.int32),
             ids=jnp.full((batch, slots), -1, jnp.int32),
-            gates=jnp.zeros((batch, num_heads, slots), jnp.float32) if gated else None,
-            total=jnp.zeros((batch, num_heads), jnp.float32) if gated else None,
+            gates=None if kept is None else jnp.zeros((batch, kept[0], slots, *kept[1:]), jnp.float32),
+            total=jnp.zeros((batch, num_heads), jnp.float32) if self.scheme.gated else None,
             first=first,
             chunk=chunk,
         )
@@ -290,8 +290,8 @@ class SoftmaxAttention:
             f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
         )
         stored = self.cache_entries(params, k, v, where.keys(self.scheme.feature_map_or_identity, k), **where.sizes)
-        summed = new.gates["bias"] if self.scheme.gated else None
-        cache = cache.write(*stored, where.kv_positions, new.index, new.valid, summed)
+        kept = None if cache.gates is None else new.gates["bias"]
+        cache = cache.write(*stored, where.kv_positions, new.index, new.valid, kept)
         own, (q,) = cache.own, without_padding(masks.Segments(new.ids), q)
         arguments = {
             "mask": masks.Segments(new.ids, own.ids, finite=True),  # padding was never written, empty slots hold zeros
@@ -306,10 +306,13 @@ def bound_bias(
     bias: BiasSpec | None,
     params: Params,
     heads: int,
+    local_heads: int,
     gates: tuple[Mapping[str, Array], Mapping[str, Array]] | None,
     states: Float[Array, "batch heads queries size"] | None,
 ) -> Bias | None:
     """The bias with its parameters, and with what it reads of the tokens or the queries, of this device's heads.
+
+    ``heads`` are all heads of the model, ``local_heads`` those of this device.
 
     Raises:
         ValueError: for missing gates.
@@ -322,6 +325,8 @@ def bound_bias(
         return _bound(bias, params, heads)
     check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass the result of Scheme.prepare")
     q_gates, kv_gates = (each["bias"] for each in gates)
+    if bias.reads_keys:
+        return bias.bind(params.get("bias"), num_heads=local_heads, kv_states=kv_gates)
     return bias.bind(params.get("bias"), num_heads=q_gates.shape[1], q_gates=q_gates, kv_gates=kv_gates)
 
 

@@ -71,6 +71,7 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
         "fire": bias.FIRE,
         "fox": bias.FoX,
         "cope": bias.CoPE,
+        "path": bias.PaTH,
         "relative": bias.Relative,
         "shaw": bias.Shaw,
         "scale-invariant": bias.ScaleInvariant,

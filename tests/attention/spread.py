@@ -72,7 +72,10 @@ WINDOWS = {
     "wide window on two sides": Case(pj.Scheme(mask=masks.Window(25)), causal=False, array_positions=True),
     "fox in a window": Case(pj.Scheme(bias=pj.bias.FoX(), mask=WINDOW), packed=True, restart=False),
 }
-WHOLE_ROWS = {"cope, packed": Case(pj.Scheme(bias=pj.bias.CoPE(8)), packed=True, restart=False)}
+WHOLE_ROWS = {
+    "cope, packed": Case(pj.Scheme(bias=pj.bias.CoPE(8)), packed=True, restart=False),
+    "path, packed": Case(pj.Scheme(bias=pj.bias.PaTH(3)), packed=True, restart=False),
+}
 PER_HEAD = {
     "dilated heads": Case(pj.Scheme(mask=masks.Dilated(4, (1, 1, 2, 3)), features=pj.rotary.MixedRotary())),
     "kerple": Case(pj.Scheme(bias=pj.bias.Kerple("weighted-power"), features=pj.pope.PoPE())),
@@ -121,6 +124,8 @@ def inputs(case: Case) -> dict[str, Any]:
     }
     if scheme.gated:
         made["gates"] = {"bias": -draw.random((case.rows, HEADS, case.length), np.float32).cumsum(-1)}
+    elif scheme.reads_tokens and scheme.bias.reads_keys:
+        made["gates"] = {"bias": 0.5 * draw.random((case.rows, case.kv_heads, case.length, SIZE + 1), np.float32)}
     elif scheme.reads_tokens:
         states = (case.rows, HEADS, case.length, scheme.bias.size)
         made["gates"] = {"bias": draw.random(states, np.float32), "sinks": draw.random(states[:3], np.float32)}

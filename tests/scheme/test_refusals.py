@@ -62,6 +62,7 @@ SPECS = [
     ("bias", "fire", {}, {"width": NOT_A_COUNT, "c": NOT_POSITIVE, "threshold": NOT_POSITIVE}),
     ("bias", "fox", {}, {"decay_times": ((0, 8.0), (8.0, 2.0), (math.nan, 8.0)), "data_dependent": (False,)}),
     ("bias", "cope", {}, {"max_position": (1, 2.5)}),
+    ("bias", "path", {}, {"rank": NOT_A_COUNT}),
     ("bias", "relative", {}, {"size": NOT_A_COUNT, "clip": NOT_POSITIVE, "scaled": (1,), "extent": NOT_A_COUNT}),
     ("bias", "shaw", {}, {"extent": NOT_A_COUNT, "bidirectional": (1,), "stddev": NEGATIVE}),
     ("bias", "scale-invariant", {}, {"tau": NOT_POSITIVE, "alpha": NOT_POSITIVE, "beta": (*NOT_POSITIVE, 0.1)}),
@@ -176,7 +177,7 @@ CALLS = [
     ("scale", lambda: pj.scheme("rope", scale="log-n")),
     ("mask", lambda: Scheme(mask=masks.Causal() & SEGMENTS)),
     ("norm", lambda: pj.scheme("coca-slack", norm=norms.KeyNorm())),
-    ("features", lambda: pj.scheme("cope", features={"name": "rotary"})),
+    *(("features", lambda name=name: pj.scheme(name, features={"name": "rotary"})) for name in ("cope", "path")),
     ("bias", lambda: pj.scheme("rope-pp", bias={"name": "fox"})),
     ("features", lambda: pj.scheme("rope").extend(features={"name": "rope-pp"})),
     ("rotates the whole head", lambda: rotary.RoPEPP(rotary.Plain(partial_rotary_factor=0.5)).query_size(8)),
@@ -202,7 +203,10 @@ CALLS = [
     ("params", lambda: T5.attend(X, X, X)),
     ("softcap", lambda: LINEAR.attend(X, X, X, softcap=2.0)),
     ("sinks", lambda: pj.scheme("softmax-plus-one").attend(X, X, X, sinks=np.zeros(2))),
-    *(("gates", lambda name=name: pj.scheme(name).attend(X, X, X)) for name in ("fox", "relative", "token-sinks")),
+    *(
+        ("gates", lambda name=name: pj.scheme(name).attend(X, X, X))
+        for name in ("fox", "path", "relative", "token-sinks")
+    ),
     ("cache_entries", lambda: LINEAR.cache_entries({}, X, X, Range(0, 3))),
     ("placement", lambda: decoded(ROPE, Placement(heads="tensor"))),
     ("placement", lambda: cached(ROPE, PartitionSpec("data"))),

@@ -1,11 +1,13 @@
 """Entering a mesh: how a call is split over it, and one ``shard_map`` over its axes."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from posjax._axes import Names, each
 from posjax._checks import check
@@ -148,6 +150,9 @@ def enter(
     placement.check(mesh.shape, **sizes, kv_heads=k.shape[2])
     repeats = placement.for_key_heads(mesh.shape, k.shape[2]).repeats
     tokens = _spec(placement, ("batch", "queries", "heads"))
+    if per_row.get("gates") is not None:  # those of the key heads are split as the queries are
+        of_queries = partial(_repeated, heads=q.shape[2], kv_heads=k.shape[2])
+        per_row = dict(per_row) | {"gates": jax.tree.map(of_queries, per_row["gates"])}
     per_row = {name: as_mask(value) if name == "mask" and is_array(value) else value for name, value in per_row.items()}
     of_rows = {name: _specs(placement, name, value, sizes) for name, value in per_row.items()}
     # By default ``shard_map`` takes all axes except those of a ``vmap`` over the batch. If some axes are Manual, the
@@ -192,6 +197,11 @@ def over_mesh(
         return function(*projected, **params_option, **arrays, **rest)
 
     return enter(mesh, placement, inside, params, projected, arrays)
+
+
+def _repeated(array: Array, heads: int, kv_heads: int) -> Array:
+    """An array of key heads ``[batch, kv_heads, ...]`` with all query heads; others unchanged."""
+    return jnp.repeat(array, heads // kv_heads, axis=1) if array.shape[1] == kv_heads != heads else array
 
 
 def _spec(placement: Placement, axes: Names) -> PartitionSpec:
