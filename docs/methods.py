@@ -28,10 +28,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clex": {"original_length": TRAINED, "max_factor": EXTENSION, "steps": 10},
     "mrope": {"sections": (8, 12, 12)},
     "general": {"generators": (((0, -1.0, 0, 0), (1.0, 0, 0, 0), (0, 0, 0, -0.1), (0, 0, 0.1, 0)),)},
+    "fope": {"original_length": TRAINED},
     "coca": {"variant": "strict"},
     "coca-planes": {"planes": (8, 24)},
     "t5": {"max_distance": 24},
     "fire": {"threshold": 16.0},
+    "relative": {"extent": 16},
+    "shaw": {"extent": 16},
     "inverse-leaky": {"length": TRAINED, "extension": float(EXTENSION)},
     "rerope": {"window": 16},
     "leaky-rerope": {"window": 16, "factor": 8.0},
@@ -39,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lm-infinite": {"n_local": TRAINED, "n_global": 4},
     "streaming": {"first": 4, "recent": 28},
     "dual-chunk": {"length": TRAINED},
+    "string": {"length": TRAINED, "window": 4},
     "window": {"size": TRAINED},
     "chunked": {"size": TRAINED},
     "longformer": {"window": TRAINED, "dilation": (1, 1, 2, 2)},
@@ -93,7 +97,8 @@ _MISSING = ("jax says", "the kernels need jax", "found no GPU", "compute capabil
 """What a refusal says that is about this machine, not about the call."""
 _ADDED = {
     *("ntk", "ntk-old", "ntk-fixed", "ntk-mixed", "dynamic-linear", "dynamic-ntk", "dynamic-yarn"),
-    *("rerope", "leaky-rerope", "self-extend", "lm-infinite", "streaming", "dual-chunk", "lambda", "clipped-log-n"),
+    *("rerope", "leaky-rerope", "self-extend", "lm-infinite", "streaming", "dual-chunk", "string"),
+    *("lambda", "clipped-log-n"),
 }
 """Methods that work on a trained model without further training."""
 _TUNED = {"linear", "ntk-by-parts", "yarn", "longrope", "llama3", "clex", "pose", "drope"}
@@ -113,6 +118,7 @@ LEADS = {
 SOURCES = {
     "methods/chunked": "Llama 4",
     "methods/learned-sinks": "gpt-oss",
+    "methods/token-sinks": "Inkling 2",
     "methods/drope": "Sakana AI, DroPE",
     "methods/qwen3": "Qwen 3",
     "methods/gemma3": "Gemma 3",
@@ -122,6 +128,7 @@ SOURCES = {
     "methods/qwen3-next": "Qwen3-Next",
     "methods/scale-llama4": "Llama 4",
     "methods/scale-ministral": "Ministral 3",
+    "methods/scale-inkling": "Inkling",
     "methods/scale-constant": "T5; Gemma 4",
 }
 """The sources of methods that come from a released model and cite no article."""

@@ -175,7 +175,11 @@ def cache(scheme: pj.Scheme | pj.Layers) -> str:
     if scheme.kept_keys is not None:
         first, recent = scheme.kept_keys
         kept.append((f"of the first {first} and" if first else "of") + f" the last {recent} tokens alone")
-    return ", ".join(kept + ["the gates of every token"] * scheme.reads_tokens)
+    if scheme.gated:
+        kept.append("the gates of every token")
+    elif scheme.bias is not None and scheme.bias.reads_keys:
+        kept.append("the states of every token")
+    return ", ".join(kept)
 
 
 def direction(scheme: pj.Scheme | pj.Layers) -> str:

@@ -170,6 +170,8 @@ class Features:
     """The frequency rule (``rotary.FrequencyRule``), or None."""
     widths: tuple[float, float] = (1.0, 1.0)
     """Widths of the query and key projections, as shares of a head."""
+    copies: int = 1
+    """How many heads of attention a query head makes: ``query`` has this many times the heads of its input (RoPE++)."""
     cached: str = "rotated"
     """What a cache should hold: ``psi`` (``"rotated"``), or the input of ``psi`` if that is narrower."""
     one_sided: str | None = None
@@ -234,7 +236,7 @@ class Features:
         return k
 
     def query(self, params, q, positions, *, head_dim: int, length=None):
-        """``phi``: the features of the queries ``[batch, length, heads, query_size]``."""
+        """``phi``: the features of the queries, ``[batch, length, copies heads, size]``."""
         return q
 
     def key(self, params, k, positions, *, head_dim: int, length=None):
@@ -251,5 +253,5 @@ class Features:
         return v
 
     def output(self, params, out, positions, *, head_dim: int, length=None):
-        """A map of the outputs of attention ``[batch, length, heads, value_size]``; most methods have none."""
+        """A map of the outputs of attention, ``[batch, length, copies heads, value_size]``; most methods have none."""
         return out

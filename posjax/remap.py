@@ -13,10 +13,11 @@ A method is a frozen dataclass, a ``Remap``. With ``r = i - j`` the distances th
     LMInfinite      min(r, n_local) for the first tokens; tokens between them and the window are hidden
     StreamingLLM    by index in a rolling cache: r in the window, min(i, first + recent - 1) - j for the first tokens
     DualChunk       i mod s - j mod s within a chunk, then s + i mod s - j mod s up to c - 1 - j mod s
+    STRING          r for r < S, then r - S + W
 
 All methods are for causal attention: no source defines distances ahead of the query. They are applied to a trained
 model (except InvLeaky, which trains a model for plain RoPE) and have no parameters. A cache must hold unrotated keys,
-except for DualChunk, whose keys have one rotation.
+except for DualChunk and STRING, whose keys have one rotation.
 """
 
 import dataclasses
@@ -353,3 +354,39 @@ class DualChunk(Remap):
         previous = ChunksApart(self.chunk, 1, 1)
         rest = ChunksApart(self.chunk, 2)
         return own, psi, (Branch(before, psi, previous), Branch(older, psi, rest))
+
+
+@dataclasses.dataclass(frozen=True)
+class STRING(Remap):
+    """STRING (An et al., arXiv 2410.18745): distance ``r`` for ``r < S``, then ``r - S + W``.
+
+    Models have seen the longest distances of their training length rarely. Here they are not used: distant keys are
+    moved back by ``S - W`` positions, so among ``n`` tokens no moved distance exceeds ``n - S + W``. It is for trained
+    models, at lengths up to ``L``, and changes nothing up to ``S`` tokens. It reaches beyond ``L`` only to
+    ``n = L + S - W``, where the moved distances end at ``L``.
+
+    The released code also multiplies the logits by ``(0.1 ln 2 + 1)^2 = 1.1434``, near and far, which the paper does
+    not have: add ``scale=Constant(1.1434)`` for it. In prefilling, not in decoding, that code also counts the pair at
+    distance ``S`` twice, at ``S`` and at ``W``.
+
+    Args:
+        length: ``L``, the training length.
+        shift: ``S``, from which distance on keys are moved; None means a third of ``L``, as in the paper.
+        window: ``W``, the distance of the nearest moved key, below ``S``.
+    """
+
+    length: int
+    shift: int | None = None
+    window: int = 128
+
+    def __post_init__(self):
+        check_count("length", self.length)
+        check(self.shift is not None or self.length >= 3, f"length must be at least 3, found {self.length}")
+        if self.shift is None:
+            object.__setattr__(self, "shift", self.length // 3)
+        check_counts(shift=self.shift, window=self.window)
+        check(self.shift <= self.length, f"shift must be at most length={self.length}, found {self.shift}")
+        check(self.window < self.shift, f"window must be below shift={self.shift}, found {self.window}")
+
+    def _remapped(self, i, j):
+        return i - (self.shift - self.window), j, Beyond(self.shift)

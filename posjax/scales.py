@@ -3,7 +3,7 @@
 A scale is the factor ``c_h(i)`` in ``z_h(i, j) = c_h(i) <phi_i, psi_j> / sqrt(d) + b_h(i, j)``: one number for each
 query (and head). It multiplies the *features* ``phi``, after their map: that is the same as multiplying the query for
 RoPE, but not for CoCA, whose ``phi`` is quadratic in the query. It does not change keys, so caches are unaffected.
-Several scales multiply each other; the bias is not scaled.
+Several scales multiply each other; the bias is not scaled, unless its spec says so (``bias.Shaw``, Inkling's).
 
 The functions return one factor per query, float32. The specs are ``Scale``.
 
@@ -377,6 +377,31 @@ class MinistralTemperature(_OfPosition):
     def of(self, positions: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
         """``1 + beta ln(1 + floor(p / length))``."""
         return _step_temperature(jnp.maximum(positions, 0) // self.length, self.beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class InklingTemperature(_OfPosition):
+    """Inkling's temperature of its full layers, ``1 + alpha ln(max((p + 1) / length, 1))``, with ``p`` the position.
+
+    The factor is ``[..., length, 1]``. (From its code in transformers, where it multiplies the relative bias too; see
+    ``bias.Relative``.) Not shift invariant: it reads the position itself.
+
+    Args:
+        length: up to this many tokens the factor is 1; 128,000 in Inkling 2.
+        alpha: the factor of the logarithm.
+    """
+
+    length: int = 128_000
+    alpha: float = 0.1
+
+    def __post_init__(self):
+        check_count("length", self.length)
+        _check_int32("length", self.length)
+        check_number("alpha", self.alpha, at_least=0)
+
+    def of(self, positions: Int[Array, "*b length"]) -> Float[Array, "*b length"]:
+        """``1 + alpha ln(max((p + 1) / length, 1))``."""
+        return 1 + self.alpha * jnp.log(jnp.maximum((positions.astype(jnp.float32) + 1) / self.length, 1))
 
 
 @dataclasses.dataclass(frozen=True)

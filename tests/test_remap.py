@@ -15,7 +15,7 @@ import posjax
 from posjax import masks
 from posjax.masks import Causal
 from posjax.positions import Range
-from posjax.remap import DualChunk, LeakyReRoPE, LMInfinite, ReRoPE, SelfExtend, StreamingLLM, inverse_leaky
+from posjax.remap import STRING, DualChunk, LeakyReRoPE, LMInfinite, ReRoPE, SelfExtend, StreamingLLM, inverse_leaky
 from posjax.rotary import Axial, DynamicNTK, Linear, NTKAware, Rotary, XPos
 
 N, HEADS, KV_HEADS, SIZE = 40, 2, 1, 8
@@ -57,6 +57,7 @@ METHODS = {
     "streaming": (StreamingLLM(2, 10), streaming(2, 10), lambda i, j: i - j < 10 or j < 2),
     "dual chunk": (DualChunk(16), dual_chunk(16, 12), None),
     "chunk llama": (DualChunk(13, 10), dual_chunk(13, 10), None),
+    "string": (STRING(40, 9, 4), lambda i, j: i - j if i - j < 9 else i - j - 9 + 4, None),
 }
 methods = pytest.mark.parametrize("name", METHODS)
 
@@ -255,6 +256,7 @@ def test_leaky_rerope_refuses_a_rule_that_reads_the_length():
 
 def test_sizes_that_follow_from_others():
     assert [inverse_leaky(512, 8), inverse_leaky(480, 3)] == [LeakyReRoPE(128, 1 / 16), LeakyReRoPE(120, 1 / 6)]
+    assert [STRING(131072), STRING(8, 4, 2).shift] == [STRING(131072, 43690, 128), 4]
     assert [DualChunk(4096).chunk, DualChunk(16, 8).chunk, LeakyReRoPE(1, 2**31).factor] == [3072, 8, 2**31]
 
 

@@ -141,6 +141,7 @@ SPECS = [
     (scales.SSMax(0.5, bias=True), lambda p, n: 0.5 * np.log(n)),
     (scales.Llama4Temperature(floor_scale=8, attn_scale=0.2), lambda p, n: 1 + 0.2 * np.log((p + 1) // 8 + 1)),
     (scales.MinistralTemperature(8), lambda p, n: 1 + 0.1 * np.log(1 + p // 8)),
+    (scales.InklingTemperature(4, 0.5), lambda p, n: 1 + 0.5 * np.log(np.maximum((p + 1) / 4, 1))),
     (scales.YaRNTemperature(4.0), lambda p, n: np.full(p.shape, (0.1 * np.log(4) + 1) ** 2)),
     (scales.YaRNTemperature(4.0, mscale=0.0), lambda p, n: np.ones(p.shape)),
     (scales.GradientMaximal(512), lambda p, n: np.full(p.shape, scales.gradient_maximal(512))),

@@ -31,7 +31,7 @@ def attention(
     bias=None,
     mask: Mask | Bool[Array, "..."] | None = None,
     scale: float | Float[Array, "..."] | None = None,
-    sinks: Float[Array, "heads"] | None = None,
+    sinks: Float[Array, "*b heads"] | None = None,
     softcap: float | Float[Array, ""] | None = None,
     remap: Branch | Sequence[Branch] = (),
     decay: Float[Array, "size"] | None = None,
@@ -57,7 +57,7 @@ def attention(
     bias=None,
     mask: Mask | Bool[Array, "..."] | None = None,
     scale: float | Float[Array, "..."] | None = None,
-    sinks: Float[Array, "heads"] | None = None,
+    sinks: Float[Array, "*b heads"] | None = None,
     softcap: float | Float[Array, ""] | None = None,
     remap: Branch | Sequence[Branch] = (),
     decay: Float[Array, "size"] | None = None,
@@ -89,7 +89,8 @@ def attention(
             ``Causal() & array``.
         scale: factor of the queries, a number or an array that broadcasts to ``[batch, queries, heads]``;
             ``1 / sqrt(size)`` when left out.
-        sinks: one learned logit per head that takes part in the normalisation and has no value (gpt-oss).
+        sinks: one learned logit per head, ``[heads]``, that takes part in the normalisation and has no value (gpt-oss);
+            or one for each query and head, ``[batch, queries, heads]`` (Inkling 2).
         softcap: bound of the logits (Gemma 2), or None; a scalar array, which may be learned.
         remap: ``posjax.remap.Branch`` or several: other queries and keys, used for the pairs of tokens in their masks
             (ReRoPE). ``scale`` multiplies these queries too.
@@ -140,7 +141,7 @@ def attention(
             return _over_mesh(*split, q, k, v, **arguments, **options)
         placement = Placement()
     call = call_of(q, k, v, placement=placement, **arguments)
-    sinks = sinks_of(placement, sinks, q.shape[2])
+    sinks = sinks_of(placement, sinks, q, call.mask)
     with_lse = return_residuals or sinks is not None
     if placement.is_empty:
         rows = attend(implementation, call, with_lse)
@@ -160,7 +161,7 @@ def _over_mesh(mesh, placement: Placement, q, k, v, *, bias, mask, scale, remap,
         "bias": bias if isinstance(bias, BiasSpec) else bind_bias(bias, q.shape[2]),
         "mask": mask,
         "scale": _with_three_axes(scale),
-        "sinks": sinks_of(Placement(), sinks, q.shape[2]),
+        "sinks": sinks_of(Placement(), sinks, q),
         "masks": tuple(branch.mask for branch in remap),
     }
 
@@ -190,7 +191,8 @@ def result_of(rows: Rows, sinks, return_residuals: bool):
 
 def _with_sinks(out, lse, rest, sinks):
     """``o exp(L - L')`` and ``L' = log(exp(L) + exp(sink))``: a sink has no value, so it only rescales."""
-    sinks = jnp.broadcast_to(sinks.astype(lse.dtype)[None, None], lse.shape)
+    sinks = sinks.astype(lse.dtype)
+    sinks = sinks if sinks.ndim == 3 else jnp.broadcast_to(sinks[None, None], lse.shape)
     with_sink = merged(Rows(out, lse, rest), Rows(jnp.zeros_like(out), sinks, jnp.zeros_like(sinks)))
     # By ``where``, so that a NaN in the gradient of a query that sees no key does not reach the sinks.
     return jnp.where(jnp.isneginf(lse)[..., None], 0, with_sink.out).astype(out.dtype), with_sink.lse

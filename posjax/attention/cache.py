@@ -29,7 +29,8 @@ class Cache:
         v: values; None if they are computed from the keys (latent attention).
         positions: the position of every slot's token.
         ids: 0 for a slot that holds a token, -1 for an empty one.
-        gates: cumulative gates of every slot's token (FoX), or None.
+        gates: what the bias reads of every slot's token, or None: cumulative gates ``[*layers, batch, heads, slots]``
+            (FoX), states with a further axis (PaTH).
         total: the gates of the row's last token, ``[batch, heads]``, or None.
         first: how many first tokens keep their slots while the others share a ring buffer; None without a ring.
         chunk: the most tokens that may be written at once.
@@ -40,7 +41,7 @@ class Cache:
     v: Float[Array, "*layers batch kv_heads slots value_size"] | None
     positions: Int[Array, "*layers batch slots"]
     ids: Int[Array, "*layers batch slots"]
-    gates: Float[Array, "*layers batch heads slots"] | None
+    gates: Float[Array, "..."] | None
     total: Float[Array, "*layers batch heads"] | None
     first: int | None = dataclasses.field(metadata={"static": True})
     chunk: int = dataclasses.field(metadata={"static": True})
@@ -89,7 +90,7 @@ class Cache:
             positions: ``[batch, tokens]``.
             index: how many tokens of the row come before each.
             valid: False for padding.
-            gates: cumulative gates ``[batch, heads, tokens]``.
+            gates: cumulative gates ``[batch, heads, tokens]``, or states ``[batch, heads, tokens, size]``.
 
         Raises:
             ValueError: for more tokens than ``chunk`` at once.
@@ -108,8 +109,9 @@ class Cache:
             return old.at[(*layer, rows, *heads, slots)].set(new.astype(old.dtype), mode="drop")
 
         kept_gates, total = self.gates, self.total
+        if total is not None:
+            total = total.at[layer].set(gates[..., -1])
         if gates is not None:
-            total = self.total.at[layer].set(gates[..., -1])
             kept_gates = put(self.gates, jnp.moveaxis(gates, 1, 2), slice(None))
         return dataclasses.replace(
             self,

@@ -232,17 +232,28 @@ def _check_inside(placement: Placement) -> None:
     )
 
 
-def sinks_of(placement: Placement, sinks, heads: int) -> Float[Array, "heads"] | None:
-    """The logits of the sinks for this device's ``heads`` heads, from those of all heads of the model or of these.
+def own_heads(placement: Placement, array, heads: int):
+    """This device's ``heads`` heads of an array whose last axis may be all heads of the model; None unchanged."""
+    return _Heads(placement, heads).last(array)
+
+
+def sinks_of(placement: Placement, sinks, q, mask: Mask | None = None) -> Float[Array, "*b heads"] | None:
+    """The logits of the sinks for this device's heads, from those of all heads of the model or of these.
+
+    ``mask`` is that of the call: queries that it marks as padding get logits of 0.
 
     Raises:
-        ValueError: unless ``sinks`` is None or one logit for each head.
+        ValueError: unless ``sinks`` is None, one logit for each head, or one for each query and head.
     """
     fits = sinks is None or isinstance(sinks, jax.Array | np.ndarray)
-    sinks = _Heads(placement, heads).last(sinks) if fits else sinks
-    fits = sinks is None or (fits and sinks.shape == (heads,))
-    check(fits, f"sinks must have shape {(heads,)}, one logit per query head, found {describe(sinks)}")
-    return sinks
+    sinks = own_heads(placement, sinks, q.shape[2]) if fits else sinks
+    fits = sinks is None or (fits and sinks.shape in (q.shape[2:3], q.shape[:3]))
+    check(
+        fits,
+        f"sinks must have shape {q.shape[2:3]}, one logit per query head, or {q.shape[:3]}, one for each query too, "
+        f"found {describe(sinks)}",
+    )
+    return without_padded_scale(mask, sinks, q)
 
 
 def check_shapes(q, k, v) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from posjax._axes import fields_of, narrowed, sizes_of
 from posjax._checks import check, describe
 from posjax._slots import OfPairs, OfSomeHeads, OverPairs, check_registered, is_custom, is_custom_class
-from posjax.bias import Bias, ContextualBias
+from posjax.bias import Bias, Contextual
 from posjax.masks import Mask
 from posjax.positions import Positions, Range
 
@@ -128,7 +128,7 @@ def _owner(kind: type, name: str) -> type:
 
 def _check_part(part: OverPairs, q, k, positions: tuple[Positions, Positions]) -> None:
     """Tries a tile of the call, and a tile of its first batch row if the rows differ."""
-    if isinstance(part, ContextualBias):
+    if isinstance(part, Contextual):
         return
     batch, queries, heads = q.shape[:3]
     keys = k.shape[1]

@@ -37,7 +37,7 @@ from posjax.attention.gpu.backend import GPU
 from posjax.attention.logits import mix, scores
 from posjax.attention.rows import PerQuery, Rows, mark_for_checkpoint
 from posjax.attention.tpu.backend import TPU
-from posjax.bias import ContextualBias
+from posjax.bias import Contextual
 
 BACKENDS = {"dense": JaxBackend(dense, dense_gradients), "blockwise": JaxBackend(blockwise, blockwise_gradients)}
 """Backends that support every call and run on every platform."""
@@ -48,7 +48,7 @@ KERNELS = {"tpu": ("tpu", TPU()), "gpu": ("cuda", GPU())}
 IMPLEMENTATIONS = (*BACKENDS, *KERNELS, "cudnn")
 """All names. Kernels and ``cudnn`` run on one platform each and raise ValueError for calls that they do not support."""
 CONTEXTUAL = {"dense": dense_contextual, "blockwise": blockwise_contextual}
-"""What computes biases that are functions of the scores (CoPE)."""
+"""What computes biases that read the queries and keys between a pair (CoPE, PaTH)."""
 
 _LONGEST_DENSE = 512 * 512
 """The most pairs of a head for which ``dense`` may be the default: with more pairs it is faster to skip empty tiles."""
@@ -64,7 +64,7 @@ def attend(implementation: str | None, call: Call, with_lse: bool) -> Rows:
     """
     call = match_varying(call)
     small = _is_small(call)
-    contextual = isinstance(call.bias, ContextualBias)
+    contextual = isinstance(call.bias, Contextual)
     if implementation is None and not (small or contextual):
         return _on_any_platform(call, with_lse)
     implementation = implementation or ("dense" if small else "blockwise")

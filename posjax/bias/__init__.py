@@ -8,11 +8,13 @@ that attention takes. A few also multiply the scores (``ScaleInvariant``), read 
 
 from posjax.bias.alibi import ALiBi, LinearBias, alibi_bias, alibi_slopes
 from posjax.bias.array import ArrayBias, array_bias
-from posjax.bias.base import Bias, BiasSpec, distance
+from posjax.bias.base import Bias, BiasSpec, Contextual, distance
 from posjax.bias.cope import ContextualBias, CoPE
 from posjax.bias.fire import FIRE, InterpolatedBias
 from posjax.bias.fox import ForgetBias, FoX, accumulate
 from posjax.bias.kerple import Kerple, LogBias, PowerBias, WeightedPowerBias
+from posjax.bias.path import PaTH, PathBias
+from posjax.bias.relative import Relative, RelativeBias, Shaw
 from posjax.bias.sandwich import Sandwich, SinusoidBias
 from posjax.bias.scale_invariant import ScaleInvariant, ScaleInvariantBias
 from posjax.bias.t5 import T5, BucketBias, t5_bucket, t5_thresholds
@@ -26,6 +28,7 @@ __all__ = [
     "BiasSpec",
     "BucketBias",
     "CoPE",
+    "Contextual",
     "ContextualBias",
     "FoX",
     "ForgetBias",
@@ -33,10 +36,15 @@ __all__ = [
     "Kerple",
     "LinearBias",
     "LogBias",
+    "PaTH",
+    "PathBias",
     "PowerBias",
+    "Relative",
+    "RelativeBias",
     "Sandwich",
     "ScaleInvariant",
     "ScaleInvariantBias",
+    "Shaw",
     "SinusoidBias",
     "WeightedPowerBias",
     "accumulate",

@@ -2,8 +2,8 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,32 @@ class Bias(OverPairs):
         return scores + values.astype(scores.dtype)
 
 
+class Contextual(Bias):
+    """The base class of biases that read the queries and keys of all pairs between them (CoPE, PaTH).
+
+    Such a bias has no ``values``. ``posjax.attention.contextual`` visits tiles from the last key to the first, and
+    calls these methods.
+    """
+
+    reads_positions: ClassVar[bool] = False
+
+    def check_size(self, size: int) -> None:
+        """Raises ValueError if the bias is for heads of another size."""
+        raise NotImplementedError
+
+    def tiles(self, k: Float[Array, "batch kv_heads keys size"], size: int) -> Any:
+        """What it needs of the keys of each tile of ``size``: a tree of arrays whose first axis counts the tiles."""
+        raise NotImplementedError
+
+    def start(self, raw: Float[Array, "*b q size"], scaled: Float[Array, "*b q size"]) -> tuple[Any, Any]:
+        """What stays for a block of queries, from them before and after the scale, and the carry at the first tile."""
+        raise NotImplementedError
+
+    def step(self, fixed: Any, carry: Any, tile: Any, allowed: Array, product: Callable) -> tuple[Array, Any]:
+        """The tile of logits, and the carry for the tile before it; ``product(q, k)`` are scores."""
+        raise NotImplementedError
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BiasOfHeads(OfSomeHeads, Bias):
@@ -98,14 +124,23 @@ class BiasOfHeads(OfSomeHeads, Bias):
 class BiasSpec(abc.ABC):
     """The base class of the hyper-parameters of biases. A spec is a frozen, hashable dataclass.
 
-    One that ``reads_tokens`` has a ``prepare(params, x)`` too, whose results ``bind`` takes as ``q_gates`` and
-    ``kv_gates``.
+    One that ``reads_tokens`` has a ``prepare(params, x)`` too. ``bind`` takes its results, ``[batch, heads, queries,
+    size]``, as ``states``. If they are ``gated``, it takes their sums as ``q_gates`` and ``kv_gates``; if it
+    ``reads_keys``, it takes those of all keys as ``kv_states``.
     """
 
     reads_tokens: ClassVar[bool] = False
-    """Whether it is a function of the tokens: ``prepare`` computes the input of ``bind`` from them (FoX)."""
+    """Whether it is a function of the tokens: ``prepare`` computes the input of ``bind`` from them (FoX, Inkling)."""
+    gated: ClassVar[bool] = False
+    """Whether the results of ``prepare`` are logarithms of gates, to be summed along the sequence (FoX)."""
+    reads_keys: ClassVar[bool] = False
+    """Whether ``bind`` takes the results of ``prepare`` for the keys (PaTH), in place of those for the queries."""
+    reads_queries: ClassVar[bool] = False
+    """Whether ``bind`` takes the queries times the scale, ``[batch, heads, queries, size]``, as ``states`` (Shaw)."""
+    scaled: bool = False
+    """Whether the scale of a scheme multiplies ``states`` too."""
     contextual: ClassVar[bool] = False
-    """Whether it is a function of the scores themselves, and bound as a ``ContextualBias`` (CoPE)."""
+    """Whether it reads the queries and keys between a pair, and is bound as a ``Contextual`` bias (CoPE, PaTH)."""
     shared_across_layers: bool = False
     """Whether all layers use one set of parameters."""
     shift_invariant: bool = False
@@ -119,6 +154,10 @@ class BiasSpec(abc.ABC):
     def init(self, key: Array, num_heads: int) -> dict[str, Array]:
         """Learned parameters, ``{}`` if there are none."""
         return {}
+
+    def kept(self, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...] | None:
+        """The heads, and further sizes, of what a cache must keep of every token; None if that is nothing."""
+        return None
 
     @abc.abstractmethod
     def bind(self, params: Mapping[str, Array] | None = None, *, num_heads: int) -> Bias:

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from posjax._checks import check, check_count, params_of
-from posjax._numbers import widened
-from posjax.bias.base import Bias, BiasSpec
+from posjax._lowered import full_varying_like
+from posjax._numbers import at_least_float32, widened
+from posjax._shapes import in_blocks
+from posjax.bias.base import BiasSpec, Contextual
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ContextualBias(Bias):
+class ContextualBias(Contextual):
     """``z_ij + interpolate(q_i . table, p_ij)`` with the contextual position ``p_ij = sum_{k=j..i} sigmoid(z_ik)``.
 
     The sum runs over the keys that ``i`` may see, itself included: with all gates open ``p_ij = i - j + 1``. It has no
@@ -23,9 +25,26 @@ class ContextualBias(Bias):
 
     table: Float[Array, "max_position head_dim"]
 
-    reads_positions: ClassVar[bool] = False
-
     differs_between_heads: ClassVar[bool] = False
+
+    def check_size(self, size: int) -> None:
+        """Raises ValueError unless the table has the head size of the queries."""
+        shape = self.table.shape
+        check(shape[1] == size, f"table must have the head size of q, {size}, found shape {shape}")
+
+    def tiles(self, k, size: int):
+        """The keys of each tile."""
+        return in_blocks(k, 2, size)
+
+    def start(self, raw, scaled):
+        """The scaled queries and the levels of the raw ones, which stay, and counts of 0."""
+        counts = full_varying_like(scaled.shape[:-1], at_least_float32(scaled.dtype), scaled)
+        return (scaled, self.levels(raw)), counts
+
+    def step(self, fixed, carry, tile, allowed, product):
+        """Logits of a tile of keys, and the counts at its first key."""
+        q, levels = fixed
+        return self.add(product(q, tile), allowed, levels, carry)
 
     def levels(self, q: Float[Array, "*b q head_dim"]) -> Float[Array, "*b q max_position"]:
         """``q_i . e[p]`` at every whole position. ``q`` is the query as projected, *not* divided by ``sqrt(d)``."""

@@ -89,6 +89,7 @@ class FoX(BiasSpec):
     data_dependent: bool = True
     decay_times: tuple[float, float] | None = None
     reads_tokens: ClassVar[bool] = True
+    gated: ClassVar[bool] = True
     shift_invariant = True
 
     def __post_init__(self):
@@ -134,6 +135,10 @@ class FoX(BiasSpec):
         dtype = at_least_float32(x.dtype, w.dtype)
         x, w, b = (part.astype(dtype) for part in (x, w, b))
         return jax.nn.log_sigmoid(jnp.einsum("btd,dh->bth", x, w, precision="highest") + b[None, None])
+
+    def kept(self, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """``(num_heads,)``: the sum of the gates."""
+        return (num_heads,)
 
     def bind(
         self,

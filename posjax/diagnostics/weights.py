@@ -175,7 +175,7 @@ def entropy(
     q_positions: Int[Array, "queries"] | None = None,
     params: dict | None = None,
     length: int | None = None,
-    gates: Float[Array, "batch heads keys"] | None = None,
+    gates: dict[str, Float[Array, "batch heads keys *size"]] | None = None,
     **options,
 ) -> Float[np.ndarray, "batch queries heads"]:
     """Entropy of the attention weights of every query, ``-sum_j a_ij log a_ij``, in nats.
@@ -189,7 +189,7 @@ def entropy(
         q_positions: of the queries; ``0, 1, 2, ...`` when left out.
         params: the scheme's parameters, if it has any.
         length: the current length, for schemes that read it; the number of keys when left out.
-        gates: the result of ``Scheme.prepare``, for schemes that read tokens (FoX).
+        gates: the result of ``Scheme.prepare``, for schemes that read tokens (FoX, Inkling).
         options: passed to ``Scheme.attend``, such as ``causal=False``.
 
     Raises:
@@ -242,14 +242,15 @@ def parameters(scheme: Scheme, num_heads: int, num_kv_heads: int, head_dim: int,
     """All parameters of one layer of the scheme as initialised, including shared ones, for tokens of size 1."""
     key = jax.random.key(seed)
     layer_params = scheme.init(key, num_heads, head_dim, num_kv_heads=num_kv_heads, model_dim=1)
-    return layer_params | ({} if scheme.reads_tokens else scheme.init_shared(key, num_heads, head_dim))
+    return layer_params | scheme.init_shared(key, num_heads, head_dim)
 
 
-def _gates(scheme: Scheme, params, batch: int, length: int) -> Float[Array, "batch heads keys"] | None:
+def _gates(scheme: Scheme, params, batch: int, length: int) -> dict[str, Float[Array, "batch heads keys *size"]] | None:
     """The gates of tokens that are zero, for schemes that read tokens."""
     if not scheme.reads_tokens:
         return None
-    width = max((leaf.shape[0] for leaf in params["bias"].values() if leaf.ndim == 2), default=1)
+    weights_of_tokens = (params[name]["w"] for name in scheme.token_readers if "w" in params[name])
+    width = next((w.shape[0] for w in weights_of_tokens), 1)
     return scheme.prepare(params, jnp.zeros((batch, length, width)))
 
 
@@ -297,7 +298,7 @@ def _read_rows(rows, at, params, length, arrays, *, scheme, static, reduce):
         q_at, k_at = (at, Range(0, keys)) if scheme.linear is None else (Range(0, keys),) * 2
         if scheme.linear is not None:  # linear attention takes whole sequences
             q = jnp.zeros((1, keys, *q.shape[2:])).at[:, at].set(q)
-        gated = {} if gates is None else {"gates": (gates[..., at], gates)}
+        gated = {} if gates is None else {"gates": (jax.tree.map(lambda each: each[:, :, at], gates), gates)}
 
         def block(first):
             units = (jnp.arange(keys)[:, None] == first + jnp.arange(_COLUMNS)).astype(jnp.float32)

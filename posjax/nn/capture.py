@@ -21,7 +21,7 @@ class Layer(NamedTuple):
 
     A layer of Gated DeltaNet has no queries and keys of attention: theirs are of size 0.
 
-    ``gates`` are the result of ``Scheme.prepare`` (FoX), or None. ``options`` are the options of the config that change
+    ``gates`` are the result of ``Scheme.prepare``, or None. ``options`` are the options of the config that change
     the logits, as arguments of ``Scheme.attend``.
     """
 
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
     params: dict[str, dict[str, Array]]
     q: Float[Array, "batch length heads query_size"]
     k: Float[Array, "batch length kv_heads key_size"]
-    gates: Float[Array, "batch heads length"] | None
+    gates: dict[str, Float[Array, "batch heads length *size"]] | None
     options: dict[str, float]
 
 

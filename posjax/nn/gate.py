@@ -21,7 +21,8 @@ class OutputGate(nnx.Module):
 
     def __init__(self, config: DecoderConfig, size: int, *, rngs: nnx.Rngs):
         elementwise = config.attention_gate == "elementwise"
-        shape = (config.num_heads, size) if elementwise else (config.num_heads,)
+        heads = config.num_heads * config.scheme.copies
+        shape = (heads, size) if elementwise else (heads,)
         axes = ("heads", "head_dim")[: len(shape)]
         width = config.model_dim
         self.weight = parameter(rngs.params(), (width, *shape), ("embed", *axes), width**-0.5)

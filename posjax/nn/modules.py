@@ -93,8 +93,9 @@ class Attention(nnx.Module):
         self.k = into(rngs.params(), shapes["k"], ("embed", "kv_heads", "head_dim"))
         projected = "qk" if config.keys_as_values else "qkv"
         self.v = into(rngs.params(), shapes["v"], ("embed", "kv_heads", "head_dim")) if "v" in projected else None
-        stddev = (heads * size * 2 * config.num_layers) ** -0.5
-        self.o = parameter(rngs.params(), (heads, size, width), ("heads", "head_dim", "embed"), stddev)
+        outputs = heads * scheme.copies
+        stddev = (outputs * size * 2 * config.num_layers) ** -0.5
+        self.o = parameter(rngs.params(), (outputs, size, width), ("heads", "head_dim", "embed"), stddev)
         made = scheme.init(rngs.params(), heads, size, num_kv_heads=kv_heads, model_dim=width)
         self.learned = scheme_parameters(made)
         axes = {"q": ("heads", "head_dim"), "k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim")}
@@ -165,7 +166,7 @@ class Attention(nnx.Module):
 
     def _decoded(self, x, cache, settings: dict, *, partition: PartitionSpec | None):
         params = plain(self.learned) | settings["shared"]
-        start = cache.own.total if self.scheme.reads_tokens else None
+        start = cache.own.total if self.scheme.gated else None
         arguments = {name: value for name, value in settings.items() if name != "shared"}
         arguments["gates"] = self.scheme.prepare(params, x, start=start, valid=arguments["valid"])
         arguments |= self.config.logit_options

@@ -6,15 +6,17 @@ from posjax.rotary.context_base import largest_context, smallest_base
 from posjax.rotary.coordinates import SpanPositions, grid_coordinates, mrope_positions, patch_centres, tie_positions
 from posjax.rotary.dynamic import DynamicLinear, DynamicNTK, DynamicYaRN
 from posjax.rotary.feature import Rotary
+from posjax.rotary.fourier import FoPE
 from posjax.rotary.generators import GeneralRotary, commute, decompose
 from posjax.rotary.grids import AXIAL_LAYOUTS, Axial, MRoPE, RoPETie
 from posjax.rotary.huggingface import from_hf
+from posjax.rotary.imaginary import RoPEPP
 from posjax.rotary.longrope import LongRoPE
 from posjax.rotary.mixed import MixedRotary
 from posjax.rotary.ntk import NTKAware, NTKFixed, NTKMixed, NTKOld
 from posjax.rotary.rotation import apply_rotary, permute_projection
 from posjax.rotary.rules import FrequencyRule, Plain, Proportional, inverse_frequencies
-from posjax.rotary.scalings import Ahead, HoPE, Linear, Llama3, NTKByParts, Stretched, YaRN
+from posjax.rotary.scalings import Ahead, HoPE, Linear, Llama3, NTKByParts, Resonance, Stretched, YaRN
 from posjax.rotary.tables import RotaryTable, rotary_table
 from posjax.rotary.values import ValueRotary
 from posjax.rotary.xpos import XPos
@@ -23,6 +25,7 @@ SCALINGS: dict[str, type[FrequencyRule]] = {
     "default": Plain,
     "proportional": Proportional,
     "hope": HoPE,
+    "resonance": Resonance,
     "linear": Linear,
     "ntk": NTKAware,
     "ntk-old": NTKOld,
@@ -48,6 +51,7 @@ __all__ = [
     "DynamicLinear",
     "DynamicNTK",
     "DynamicYaRN",
+    "FoPE",
     "Frequencies",
     "FrequencyRule",
     "GeneralRotary",
@@ -64,6 +68,8 @@ __all__ = [
     "NTKOld",
     "Plain",
     "Proportional",
+    "Resonance",
+    "RoPEPP",
     "RoPETie",
     "Rotary",
     "RotaryTable",

@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from posjax._angles import as_real_positions
-from posjax._checks import check, check_choice, check_count, describe
+from posjax._checks import check, check_choice, check_count
 from posjax.positions import Positions
 from posjax.rotary.coordinates import by_axis
 from posjax.rotary.feature import Rotary
-from posjax.rotary.rules import FrequencyRule, Length, Plain, check_number, inverse_powers
+from posjax.rotary.rules import FrequencyRule, Length, OverRule, check_number, inverse_powers
 from posjax.rotary.tables import RotaryTable
 
 
@@ -127,30 +127,8 @@ token is not rotated: its coordinates are (0, 0), but (-1, -1) for Llama 4, whic
 
 
 @dataclass(frozen=True)
-class _OneDimensional(SeveralAxes):
-    """Frequencies of a rule in one dimension, distributed over the axes.
-
-    rule: the rule (YaRN, dynamic NTK, ...); None is RoPE with this object's base, head_dim and partial rotary factor.
-        If a rule is given, it sets those three.
-    """
-
-    rule: FrequencyRule | None = None
-
-    def __post_init__(self):
-        if self.rule is not None:
-            one = isinstance(self.rule, FrequencyRule) and not isinstance(self.rule, SeveralAxes)
-            check(one, f"rule must be a frequency rule of one axis, found {describe(self.rule)}")
-            for name in ("base", "head_dim", "partial_rotary_factor"):
-                mine = getattr(self, name)
-                its = getattr(self.rule, name)
-                check(mine in (getattr(type(self), name), its), f"{name}={mine!r} but the rule has {name}={its!r}")
-                object.__setattr__(self, name, its)
-        super().__post_init__()
-
-    @property
-    def _rule(self) -> FrequencyRule:
-        shared = {"head_dim": self.head_dim, "partial_rotary_factor": self.partial_rotary_factor}
-        return Plain(self.base, **shared) if self.rule is None else self.rule
+class _OneDimensional(OverRule, SeveralAxes):
+    """Frequencies of a rule in one dimension, distributed over the axes."""
 
     def _check_width(self) -> None:
         rule = self._rule  # if this makes a new rule, its own checks run
@@ -166,24 +144,6 @@ class _OneDimensional(SeveralAxes):
     def shift_invariant(self) -> bool:
         """Whether shifting all positions, on all axes, by one constant changes nothing."""
         return self._rule.shift_invariant
-
-    @property
-    def table_factor(self) -> float:
-        """The rule's factor of cos and sin."""
-        return self._rule.table_factor
-
-    @property
-    def softmax_scale(self) -> float:
-        """The rule's factor of the logits."""
-        return self._rule.softmax_scale
-
-    def rotary_dim(self, head_dim: int | None = None) -> int:
-        """w, the rotary width of the rule."""
-        return self._rule.rotary_dim(head_dim)
-
-    def inverse_frequencies(self, head_dim: int | None = None):
-        """The inverse frequencies of the rule, in its order."""
-        return self._rule.inverse_frequencies(head_dim)
 
     def at_length(self, length: Length | None = None, *, head_dim: int | None = None):
         """The result of the rule's ``at_length``."""

@@ -192,6 +192,67 @@ class OfFactor(FrequencyRule):
         check_number("factor", self.factor, at_least=1)
 
 
+@dataclass(frozen=True)
+class OverRule(FrequencyRule):
+    """A rule made from another rule of one axis.
+
+    rule: that rule (YaRN, dynamic NTK, ...); None is RoPE with this object's base, head_dim and partial rotary factor.
+        If a rule is given, it sets those three.
+    """
+
+    rule: FrequencyRule | None = None
+
+    def __post_init__(self):
+        if self.rule is not None:
+            one = isinstance(self.rule, FrequencyRule) and self.rule.num_axes == 1
+            check(one, f"rule must be a frequency rule of one axis, found {describe(self.rule)}")
+            for name in ("base", "head_dim", "partial_rotary_factor"):
+                mine = getattr(self, name)
+                its = getattr(self.rule, name)
+                check(mine in (getattr(type(self), name), its), f"{name}={mine!r} but the rule has {name}={its!r}")
+                object.__setattr__(self, name, its)
+        super().__post_init__()
+
+    @property
+    def _rule(self) -> FrequencyRule:
+        shared = {"head_dim": self.head_dim, "partial_rotary_factor": self.partial_rotary_factor}
+        return Plain(self.base, **shared) if self.rule is None else self.rule
+
+    def _check_width(self) -> None:
+        rule = self._rule  # if this makes a new rule, its own checks run
+        if rule.head_dim is not None:
+            self.rotary_dim()
+
+    @property
+    def table_factor(self) -> float:
+        """The rule's factor of cos and sin."""
+        return self._rule.table_factor
+
+    @property
+    def softmax_scale(self) -> float:
+        """The rule's factor of the logits."""
+        return self._rule.softmax_scale
+
+    def rotary_dim(self, head_dim: int | None = None) -> int:
+        """w, the rotary width of the rule."""
+        return self._rule.rotary_dim(head_dim)
+
+    def inverse_frequencies(self, head_dim: int | None = None) -> Float[np.ndarray, "w/2"]:
+        """The inverse frequencies of the rule, in its order."""
+        return self._rule.inverse_frequencies(head_dim)
+
+
+def check_fixed(rule: FrequencyRule, change: str) -> None:
+    """Raises ValueError for a rule that reads the length, or whose angles are more than position times frequency.
+
+    ``change`` is what would be done with its frequencies, for the message.
+    """
+    name = type(rule).__name__
+    check(not rule.reads_length, f"rule: {name} reads the current length, so its frequencies are not fixed")
+    fixed = all(getattr(type(rule), hook) is getattr(FrequencyRule, hook) for hook in ("at_length", "table"))
+    check(fixed, f"rule: {name} makes its own table; only position times frequency can be {change}")
+
+
 def inverse_powers(base: float, width: int) -> Float[np.ndarray, "width/2"]:
     """theta_t = base^(-2t/width) for t = 0 .. width/2 - 1, in float64."""
     return base ** -(np.arange(0, width, 2, dtype=np.float64) / width)

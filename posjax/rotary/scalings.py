@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from posjax._checks import check, check_choice, check_flags, check_positive, describe
 from posjax._numbers import align_ranks
-from posjax.rotary.rules import FrequencyRule, OfFactor, check_number
+from posjax.rotary.rules import FrequencyRule, OfFactor, OverRule, check_fixed, check_number
 from posjax.rotary.tables import RotaryTable, rotary_table
 
 
@@ -237,6 +237,35 @@ class Llama3(OfFactor):
 
 
 @dataclass(frozen=True)
+class Resonance(OverRule):
+    """Resonance RoPE: another rule, its wavelengths rounded to whole numbers (Wang et al., arXiv:2403.00071).
+
+        2 pi / round(2 pi / theta_t)
+
+    A pair with a wavelength of at most the training length L has then had each of its angles in training, at whichever
+    position. ``Resonance(YaRN(...))`` is Resonance YaRN, with YaRN's temperature. It is for training and fine-tuning:
+    rounding turns the angles of a trained model far from its start. Frequencies of zero stay (HoPE, p-RoPE), and no
+    wavelength is below 1.
+
+    rule: the rule whose wavelengths are rounded; None is RoPE with this object's base, head_dim and partial rotary
+        factor. If a rule is given, it sets those three.
+
+    Raises ValueError for a rule that reads the length, or whose angles are more than position times frequency.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_fixed(self._rule, "rounded")
+
+    def inverse_frequencies(self, head_dim: int | None = None) -> Float[np.ndarray, "w/2"]:
+        """2 pi over the whole wavelengths, float64 on the host."""
+        theta = super().inverse_frequencies(head_dim)
+        turning = theta != 0
+        wavelengths = np.maximum(1, np.rint(2 * np.pi / np.where(turning, theta, 1)))
+        return np.where(turning, 2 * np.pi / wavelengths, 0.0)
+
+
+@dataclass(frozen=True)
 class Stretched(FrequencyRule):
     """Another rule with every position divided by ``factor``: theta_t / factor, exact on the host.
 
@@ -255,10 +284,7 @@ class Stretched(FrequencyRule):
 
     def __post_init__(self):
         check(isinstance(self.rule, FrequencyRule), f"rule must be a frequency rule, found {describe(self.rule)}")
-        name = type(self.rule).__name__
-        check(not self.rule.reads_length, f"rule: {name} reads the current length, so its frequencies are not fixed")
-        fixed = all(getattr(type(self.rule), hook) is getattr(FrequencyRule, hook) for hook in ("at_length", "table"))
-        check(fixed, f"rule: {name} makes its own table; only position times frequency can be stretched")
+        check_fixed(self.rule, "stretched")
         check_number("factor", self.factor)
         check_positive("factor", self.factor)
         for name in ("base", "head_dim", "partial_rotary_factor"):

@@ -47,6 +47,11 @@ class Choices:
         return _PLAIN if self.features is None else self.features
 
     @property
+    def copies(self) -> int:
+        """How many heads of attention a query head makes."""
+        return self.feature_map_or_identity.copies
+
+    @property
     def reach(self) -> int | None:
         """How many positions the embedding encodes, from 0; None if it encodes all, and without an embedding."""
         return None if self.embedding is None else self.embedding.reach
@@ -58,8 +63,19 @@ class Choices:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether ``attend`` needs the gates that ``prepare`` computes from the tokens (FoX)."""
-        return self.bias is not None and self.bias.reads_tokens
+        """Whether ``attend`` needs what ``prepare`` computes from the tokens (FoX, Inkling)."""
+        return bool(self.token_readers)
+
+    @property
+    def token_readers(self) -> dict[str, BiasSpec | Sinks]:
+        """The specs that read the tokens, by slot."""
+        slots = {"bias": self.bias, "sinks": self.sinks}
+        return {name: spec for name, spec in slots.items() if spec is not None and spec.reads_tokens}
+
+    @property
+    def gated(self) -> bool:
+        """Whether the bias reads gates of the keys, which are summed along the sequence and cached (FoX)."""
+        return self.bias is not None and self.bias.gated
 
     @property
     def rotates(self) -> bool:
@@ -83,7 +99,7 @@ class Choices:
     def kept_keys(self) -> tuple[int, int] | None:
         """``(first, recent)``: how many first and most recent keys a causal query can see; None if all.
 
-        Also None for CoPE, which needs the keys in order: a ring buffer does not keep their order.
+        Also None for CoPE and PaTH, which need the keys in order: a ring buffer does not keep their order.
         """
         if self.bias is not None and self.bias.contextual:
             return None
@@ -143,6 +159,8 @@ def check_composition(scheme: Choices) -> None:
     _check_norm(scheme)
     if scheme.bias is not None and scheme.bias.contextual:
         _check_contextual(scheme)
+    for name in scheme.token_readers if scheme.copies > 1 else ():
+        check(False, f"{name}: what reads the tokens does not compose with RoPE++, which adds heads; leave one out")
     if scheme.training_positions is not None:
         _check_positions(scheme)
     if scheme.remap is not None:
@@ -183,7 +201,8 @@ def _check_hashable(scheme: Choices) -> None:
 
 
 def _check_temperature(scheme: Choices) -> None:
-    has_temperature = isinstance(scheme.feature_map_or_identity.frequencies, rotary.YaRN | rotary.DynamicYaRN)
+    rule = scheme.feature_map_or_identity.frequencies
+    has_temperature = isinstance(getattr(rule, "rule", None) or rule, rotary.YaRN | rotary.DynamicYaRN)
     check(
         not (has_temperature and isinstance(scheme.scale, YaRNTemperature)),
         "scale: YaRN's frequencies have its temperature already; leave YaRNTemperature out, or use NTKByParts",
@@ -218,7 +237,8 @@ def _check_late_norm(scheme: Choices) -> None:
 def _check_contextual(scheme: Choices) -> None:
     check(
         scheme.features is None,
-        "features do not compose with CoPE, which reads the raw query projections; leave one out",
+        f"features do not compose with {type(scheme.bias).__name__}, which reads the query projections themselves; "
+        "leave one out",
     )
 
 
@@ -313,15 +333,18 @@ def init_slots(choices: Choices, key: Array, sizes: Mapping[str, int | None], *,
     """The parameters that all layers share, or those of one layer, ``{slot: {name: array}}``.
 
     Raises:
-        ValueError: for a bias that reads the tokens if ``model_dim`` is None.
+        ValueError: for a spec that reads the tokens if ``model_dim`` is None.
     """
     names = [name for name in LEARNING if _is_shared(choices, name) == shared]
+    readers = [type(spec).__name__ for name, spec in choices.token_readers.items() if name in names]
     check(
-        sizes["model_dim"] is not None or not choices.reads_tokens or "bias" not in names,
-        f"model_dim: {type(choices.bias).__name__} reads the tokens, so their width is needed",
+        sizes["model_dim"] is not None or not readers,
+        f"model_dim: {' and '.join(readers)} reads the tokens, so their width is needed",
     )
     keys = dict(zip(LEARNING, jax.random.split(key, len(LEARNING)), strict=True))
-    made = {name: init_spec(getattr(choices, name), keys[name], sizes) for name in names}
+    of_logits = sizes | {"num_heads": sizes["num_heads"] * choices.copies}
+    given = {name: of_logits if name in ("scale", "bias", "sinks") else sizes for name in names}
+    made = {name: init_spec(getattr(choices, name), keys[name], given[name]) for name in names}
     return {name: params for name, params in made.items() if params}
 
 
@@ -361,7 +384,9 @@ def _resolved(scheme, slot_name: str, value):
         return value
     options = dict(value)
     check("name" in options, f"{slot_name}: expected a spec or {{'name': ...}}, found {describe(value)}")
-    if slot_name == "frequencies":
+    if slot_name == "frequencies" and isinstance(options.get("rule"), Mapping):
+        options["rule"] = _resolved(scheme, slot_name, options["rule"])  # it sets what another rule would inherit
+    elif slot_name == "frequencies":
         options = _inherited(scheme.features.frequencies, options["name"]) | options
     return slot(slot_name, options.pop("name"), **options)
 
@@ -396,8 +421,9 @@ def check_same_parameters(before: Choices, after: Choices) -> None:
     head_dim = next(sizes, 64)
     for name in ("embedding", *LEARNING):
         _check_slot(name, getattr(before, name), getattr(after, name), head_dim)
+    maps = before.feature_map_or_identity, after.feature_map_or_identity
     check(
-        before.feature_map_or_identity.widths == after.feature_map_or_identity.widths,
+        len({(each.widths, each.copies) for each in maps}) == 1,
         f"features: {describe(after.features)} needs other projections than {describe(before.features)}; "
         "train it instead",
     )

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from posjax import linear, masks
 from posjax._checks import check, check_choice, check_heads, describe
-from posjax._numbers import LARGEST
+from posjax._numbers import LARGEST, widened
 from posjax._slots import Features
 from posjax.attention import attention
 from posjax.attention.cache import Cache, ring
-from posjax.attention.call import check_scale, checked_positions
+from posjax.attention.call import check_scale, checked_positions, own_heads
 from posjax.attention.padding import without_padding
 from posjax.attention.placement import Placement
 from posjax.attention.platform import IMPLEMENTATIONS
@@ -87,7 +87,7 @@ class NewTokens(NamedTuple):
 
     index: Int[Array, "batch tokens"]
     valid: Bool[Array, "batch tokens"]
-    gates: Float[Array, "batch heads tokens"] | None
+    gates: dict[str, Float[Array, "batch heads tokens *size"]] | None
 
     @property
     def ids(self) -> Int[Array, "batch tokens"]:
@@ -189,25 +189,27 @@ class SoftmaxAttention:
         causal: bool = True,
         mask: masks.Mask | None = None,
         visible: Int[Array, "*b queries"] | None = None,
-        gates: tuple[Float[Array, "batch heads queries"], Float[Array, "batch heads keys"]] | None = None,
+        gates: tuple[Mapping[str, Array], Mapping[str, Array]] | None = None,
         query_scale: float | None = None,
-        sinks: Float[Array, "heads"] | None = None,
+        sinks: Float[Array, "*b heads"] | None = None,
         **options,
     ):
         """Attention on keys and values as returned by ``cache_entries``, with residuals if ``return_residuals``."""
         check_direction(self.scheme, causal)
         check_no_slots(options)
         check_scale(query_scale, "query_scale")
-        heads = where.placement.all_heads(q.shape[2])
+        heads = where.placement.all_heads(q.shape[2]) * self.scheme.copies
         at_q = where.queries(self.scheme.feature_map_or_identity, q)
         query_scale = where.head_dim**-0.5 if query_scale is None else query_scale
         query_scale = query_scale * self.scheme.feature_map_or_identity.softmax_scale
-        scale = self._scale(q, params, where, causal, visible) * query_scale
+        own_scale = self._scale(q, params, where, causal, visible)
+        scale = own_scale * query_scale
+        states = self._states(q, params, where, gates, scale, own_scale)
         q, k, v, remap = self._mapped(q, k, v, params, where)
         terms = options | {
-            "bias": bound_bias(self.scheme.bias, params, heads, gates),
+            "bias": bound_bias(self.scheme.bias, params, heads, q.shape[2], gates, states),
             "mask": all_of(masks.Causal() if causal else None, self.scheme.scheme_mask, mask),
-            "sinks": sink_logits(self.scheme.sinks, params, heads, sinks),
+            "sinks": sink_logits(self.scheme.sinks, params, heads, sinks, gates),
             "decay": self.scheme.feature_map_or_identity.decay(where.head_dim),
         }
         terms |= {"q_positions": where.q_positions, "kv_positions": where.kv_positions}
@@ -222,8 +224,30 @@ class SoftmaxAttention:
             return 1.0
         at = where.placement.local(where.q_positions, q.shape[1])
         visible = count_visible(where, at, causal, self.scheme.scheme_mask, visible)
-        sizes = {"num_heads": where.placement.all_heads(q.shape[2])}
+        sizes = {"num_heads": where.placement.all_heads(q.shape[2]) * self.scheme.copies}
         return self.scheme.scale.factor(params.get("scale", {}), positions=as_array(at), visible=visible, **sizes)
+
+    def _states(
+        self, q, params: Params, where: TokenPositions, gates, scale, own_scale
+    ) -> Float[Array, "batch heads queries size"] | None:
+        """The states of the queries that the bias reads, times the scale if it has that factor; or None."""
+        bias = self.scheme.bias
+        if bias is not None and bias.reads_queries:
+            q = q if self.scheme.norm is None else self.scheme.norm.apply(params.get("norm", {}), q, q)[0]
+            return self._scaled_states(jnp.repeat(jnp.moveaxis(q, 1, 2), self.scheme.copies, axis=1), scale, where)
+        if bias is None or bias.gated or bias.reads_keys or not bias.reads_tokens:
+            return None
+        check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass the result of Scheme.prepare")
+        return self._scaled_states(gates[0]["bias"], own_scale if bias.scaled else 1.0, where)
+
+    def _scaled_states(self, states, scale, where: TokenPositions):
+        """States ``[batch, heads, queries, size]`` of this device's heads times factors ``[*b, queries, heads]``."""
+        states = widened(states)
+        if not jnp.ndim(scale):
+            return states * scale
+        scale = own_heads(where.placement, scale, states.shape[1])
+        scale = jnp.reshape(scale, (1,) * (3 - scale.ndim) + scale.shape)
+        return states * jnp.moveaxis(scale, 1, 2)[..., None].astype(states.dtype)
 
     def _mapped(self, q, k, v, params: Params, where: TokenPositions) -> tuple:
         """Queries, keys, values and remapped branches for attention, from raw queries and stored keys and values."""
@@ -253,15 +277,15 @@ class SoftmaxAttention:
         """A cache without tokens; ``chunk`` is the most tokens that are written at once."""
         chunk = min(chunk, capacity)
         dtype = dtype or jnp.float32
-        gated = self.scheme.reads_tokens
+        kept = None if self.scheme.bias is None else self.scheme.bias.kept(num_heads, num_kv_heads, head_dim)
         first, slots = ring(self.scheme.kept_keys, capacity, chunk)
         return Cache(
             k=jnp.zeros((batch, num_kv_heads, slots, self.scheme.feature_map_or_identity.key_size(head_dim)), dtype),
             v=jnp.zeros((batch, num_kv_heads, slots, head_dim), dtype),
             positions=jnp.zeros((batch, slots), jnp.int32),
             ids=jnp.full((batch, slots), -1, jnp.int32),
-            gates=jnp.zeros((batch, num_heads, slots), jnp.float32) if gated else None,
-            total=jnp.zeros((batch, num_heads), jnp.float32) if gated else None,
+            gates=None if kept is None else jnp.zeros((batch, kept[0], slots, *kept[1:]), jnp.float32),
+            total=jnp.zeros((batch, num_heads), jnp.float32) if self.scheme.gated else None,
             first=first,
             chunk=chunk,
         )
@@ -284,31 +308,45 @@ class SoftmaxAttention:
             f"coordinates: this scheme caches {self.caches} keys, which are mapped by their positions when read",
         )
         stored = self.cache_entries(params, k, v, where.keys(self.scheme.feature_map_or_identity, k), **where.sizes)
-        cache = cache.write(*stored, where.kv_positions, new.index, new.valid, new.gates)
+        kept = None if cache.gates is None else new.gates["bias"]
+        cache = cache.write(*stored, where.kv_positions, new.index, new.valid, kept)
         own, (q,) = cache.own, without_padding(masks.Segments(new.ids), q)
         arguments = {
             "mask": masks.Segments(new.ids, own.ids, finite=True),  # padding was never written, empty slots hold zeros
             "visible": new.index + 1,
-            "gates": None if new.gates is None else (new.gates, own.gates),
+            "gates": None if new.gates is None else (new.gates, {"bias": own.gates}),
         }
         where = where._replace(kv_positions=own.positions)
         k, v = (own.keys, own.values) if read is None else read(own.keys)
         return self.attend_cached(q, k, v, params, where, **arguments, **options), cache
 
 
-def bound_bias(bias: BiasSpec | None, params: Params, heads: int, gates: tuple[Array, Array] | None) -> Bias | None:
-    """The bias with its parameters, and with the gates of the tokens if it reads them (FoX).
+def bound_bias(
+    bias: BiasSpec | None,
+    params: Params,
+    heads: int,
+    local_heads: int,
+    gates: tuple[Mapping[str, Array], Mapping[str, Array]] | None,
+    states: Float[Array, "batch heads queries size"] | None,
+) -> Bias | None:
+    """The bias with its parameters, and with what it reads of the tokens or the queries, of this device's heads.
+
+    ``heads`` are all heads of the model, ``local_heads`` those of this device.
 
     Raises:
         ValueError: for missing gates.
     """
     if bias is None:
         return None
+    if states is not None:
+        return bias.bind(params.get("bias"), num_heads=states.shape[1], states=states)
     if not bias.reads_tokens:
         return _bound(bias, params, heads)
     check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass the result of Scheme.prepare")
-    # Gates are those of this device's heads.
-    return bias.bind(params.get("bias"), num_heads=gates[0].shape[1], q_gates=gates[0], kv_gates=gates[1])
+    q_gates, kv_gates = (each["bias"] for each in gates)
+    if bias.reads_keys:
+        return bias.bind(params.get("bias"), num_heads=local_heads, kv_states=kv_gates)
+    return bias.bind(params.get("bias"), num_heads=q_gates.shape[1], q_gates=q_gates, kv_gates=kv_gates)
 
 
 def _bound(bias: BiasSpec, params: Params, heads: int) -> Bias:
@@ -321,16 +359,25 @@ def _bound(bias: BiasSpec, params: Params, heads: int) -> Bias:
         raise ValueError(f"params must hold 'bias', as Scheme.init makes it: {why}") from error
 
 
-def sink_logits(sinks: Sinks | None, params: Params, heads: int, given: Array | None) -> Float[Array, "heads"] | None:
+def sink_logits(
+    sinks: Sinks | None,
+    params: Params,
+    heads: int,
+    given: Array | None,
+    gates: tuple[Mapping[str, Array], Mapping[str, Array]] | None,
+) -> Float[Array, "*b heads"] | None:
     """The logits of the sinks of a scheme, or those given to the call if the slot is empty.
 
     Raises:
-        ValueError: if both the scheme and the call have sinks.
+        ValueError: if both the scheme and the call have sinks, and for missing gates.
     """
     if sinks is None:
         return given
     check(given is None, "sinks: the scheme has its own sinks")
-    return sinks.logits(params.get("sinks", {}), num_heads=heads)
+    if not sinks.reads_tokens:
+        return sinks.logits(params.get("sinks", {}), num_heads=heads)
+    check(gates is not None, f"gates: {type(sinks).__name__} reads the tokens: pass the result of Scheme.prepare")
+    return jnp.moveaxis(gates[0]["sinks"], 1, 2)
 
 
 def check_no_slots(options: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ _ONLY_SPECS = {
     "bias": ("kerple", "scale-invariant"),
     "mask": ("dilated", "band", "global-first", "lambda", "first-tokens"),
     "scale": (
-        *("clipped-log-n", "llama4", "ministral", "yarn", "constant", "gradient-maximal"),
+        *("clipped-log-n", "llama4", "ministral", "inkling", "yarn", "constant", "gradient-maximal"),
         *("cosine", "learned-cosine", "drope"),
     ),
     "training_positions": ("clex",),
@@ -313,6 +313,7 @@ PRESETS: dict[str, tuple[Callable[..., Any], Callable[[Any], Scheme | Layers]]] 
     "longformer": (_longformer, _in("mask", features=_ROPE)),
     "learned-sinks": (sinks.LearnedSinks, _in("sinks", features=_ROPE)),
     "softmax-plus-one": (sinks.SoftmaxPlusOne, _in("sinks", features=_ROPE)),
+    "token-sinks": (sinks.TokenSinks, _in("sinks", features=_ROPE)),
     **_of_slot("scale", features=_ROPE),
     "drope": (scales.DroPETemperature, _in("scale")),
     "key-norm": (norms.KeyNorm, _in("norm", features=_ROPE)),

@@ -166,23 +166,28 @@ class Scheme(Choices):
         start: Float[Array, "batch heads"] | None = None,
         valid: Bool[Array, "batch length"] | None = None,
         layout: Layout | None = None,
-    ) -> Float[Array, "batch heads length"] | None:
-        """The cumulative gates that ``attend`` needs if the bias reads the tokens (FoX), otherwise None.
+    ) -> dict[str, Float[Array, "batch heads length *size"]] | None:
+        """What the bias and the sinks read of the tokens, by slot, for ``attend``; None if they read nothing.
+
+        These are the cumulative gates of FoX, the states of Inkling's bias, the logits of sinks by token.
 
         Args:
             params: see ``attend``.
             x: the tokens' hidden states, the input of the projections.
-            start: the gates of the last token before ``x``, for a chunk of a longer sequence.
+            start: the gates of the last token before ``x``, for a chunk of a longer sequence (FoX).
             valid: False at padding, which may then hold NaN.
-            layout: the order of the tokens, if it is not the original one; the gates have the same order.
+            layout: the order of the tokens, if it is not the original one; the results have the same order.
         """
         if not self.reads_tokens:
             return None
         layout = Layout() if layout is None else layout
         if valid is not None:
             x = jnp.where(layout.apply(valid)[..., None], x, jnp.zeros((), x.dtype))
-        gates = layout.restore(self.bias.prepare(params["bias"], x), axis=1)
-        return layout.apply(bias.accumulate(gates, start, valid))
+        found = {name: spec.prepare(params[name], x) for name, spec in self.token_readers.items()}
+        if self.gated:
+            gates = layout.restore(found["bias"], axis=1)
+            found["bias"] = layout.apply(bias.accumulate(gates, start, valid))
+        return found
 
     def attend(
         self,
@@ -354,7 +359,7 @@ class Scheme(Choices):
         positions: Int[Array, "batch tokens"] | None = None,
         coordinates: Array | None = None,
         length: int | Int[Array, "..."],
-        gates: Float[Array, "batch heads tokens"] | None = None,
+        gates: dict[str, Float[Array, "batch heads tokens *size"]] | None = None,
         head_dim: int | None = None,
         read: Callable[[Array], tuple[Array, Array]] | None = None,
         placement: Partition | None = None,

@@ -1,7 +1,7 @@
 """Cases of attention over a mesh, and a check that compares them with one device."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -72,13 +72,22 @@ WINDOWS = {
     "wide window on two sides": Case(pj.Scheme(mask=masks.Window(25)), causal=False, array_positions=True),
     "fox in a window": Case(pj.Scheme(bias=pj.bias.FoX(), mask=WINDOW), packed=True, restart=False),
 }
-WHOLE_ROWS = {"cope, packed": Case(pj.Scheme(bias=pj.bias.CoPE(8)), packed=True, restart=False)}
+WHOLE_ROWS = {
+    "cope, packed": Case(pj.Scheme(bias=pj.bias.CoPE(8)), packed=True, restart=False),
+    "path, packed": Case(pj.Scheme(bias=pj.bias.PaTH(3)), packed=True, restart=False),
+}
 PER_HEAD = {
     "dilated heads": Case(pj.Scheme(mask=masks.Dilated(4, (1, 1, 2, 3)), features=pj.rotary.MixedRotary())),
     "kerple": Case(pj.Scheme(bias=pj.bias.Kerple("weighted-power"), features=pj.pope.PoPE())),
     "fire": Case(pj.Scheme(bias=pj.bias.FIRE(4), features=pj.rotary.Rotary())),
     "scale-invariant": Case(pj.Scheme(bias=pj.bias.ScaleInvariant(), sinks=pj.sinks.LearnedSinks())),
     "xpos": Case(pj.Scheme(features=pj.rotary.XPos())),
+    "rope-pp": Case(pj.Scheme(features=pj.rotary.RoPEPP(), scale=pj.scales.SSMax(), sinks=pj.sinks.LearnedSinks())),
+    "relative, sinks by token": Case(
+        pj.Scheme(bias=pj.bias.Relative(6, scaled=True), sinks=pj.sinks.TokenSinks(), scale=pj.scales.SSMax()),
+        packed=True,
+    ),
+    "shaw": Case(pj.Scheme(bias=pj.bias.Shaw(6), norm=pj.norms.QKNorm(), features=pj.rotary.Rotary())),
 }
 
 
@@ -113,8 +122,13 @@ def inputs(case: Case) -> dict[str, Any]:
         # Not the initial values, which are often equal for all heads.
         "params": jax.tree.map(lambda a: a + 0.1 * draw.random(a.shape, np.float32), initial(case)),
     }
-    if scheme.reads_tokens:
-        made["gates"] = -draw.random((case.rows, HEADS, case.length), np.float32).cumsum(-1)
+    if scheme.gated:
+        made["gates"] = {"bias": -draw.random((case.rows, HEADS, case.length), np.float32).cumsum(-1)}
+    elif scheme.reads_tokens and scheme.bias.reads_keys:
+        made["gates"] = {"bias": 0.5 * draw.random((case.rows, case.kv_heads, case.length, SIZE + 1), np.float32)}
+    elif scheme.reads_tokens:
+        states = (case.rows, HEADS, case.length, scheme.bias.size)
+        made["gates"] = {"bias": draw.random(states, np.float32), "sinks": draw.random(states[:3], np.float32)}
     return made
 
 
@@ -151,8 +165,9 @@ def token_arguments(case: Case) -> dict[str, Any]:
 def terms(case: Case, out, lse):
     """The terms of the loss: output and log-sum-exp, times random cotangents."""
     draw = np.random.default_rng(11)
-    d_out = draw.normal(size=(case.rows, case.length, HEADS, SIZE)).astype(np.float32)
-    d_lse = draw.normal(size=(case.rows, case.length, HEADS)).astype(np.float32)
+    heads = HEADS * case.scheme.copies
+    d_out = draw.normal(size=(case.rows, case.length, heads, SIZE)).astype(np.float32)
+    d_lse = draw.normal(size=(case.rows, case.length, heads)).astype(np.float32)
     return out * d_out, lse * d_lse
 
 
@@ -222,7 +237,8 @@ def on_a_mesh(case: Case, mesh: str, where: Placement, implementation: str | Non
 
     def run(made):
         projected = [layout.apply(made[name], 1) for name in "qkv"]
-        rows = jax.tree.map(layout.apply, token_arguments(case) | ({"gates": made["gates"]} if "gates" in made else {}))
+        rows = jax.tree.map(layout.apply, token_arguments(case))
+        rows |= {"gates": jax.tree.map(partial(layout.apply, axis=2), made["gates"])} if "gates" in made else {}
 
         def inside(*parts):
             return attend(case, implementation, where, *parts)

@@ -20,6 +20,7 @@ COVERING = [
     ("ssmax", "2x4", "ring-ulysses", "zigzag", "blockwise"),
     ("learned sinks, first tokens", "2x2x2", "ulysses", "contiguous", "blockwise"),
     ("cope, packed", "2x4", "ulysses", "zigzag", "dense"),
+    ("relative, sinks by token", "2x2x2", "ring", "zigzag", "blockwise"),
     ("window, packed", "2x4", "neighbour", "zigzag", "blockwise"),
     ("wide window on two sides", "4x2", "neighbour", "contiguous", "dense"),
 ]

@@ -70,7 +70,7 @@ def test_coca_and_the_gates_of_the_tokens(slack_and_fox):
     first, layer = capture(slack_and_fox, TOKENS)
     np.testing.assert_allclose(found.absolute_share, [absolute_share(first.q)])
     assert found.anomaly.fraction.any()
-    c = np.asarray(layer.gates, np.float64)
+    c = np.asarray(layer.gates["bias"], np.float64)
     logits = np.einsum("bhd,bshd->bhs", layer.q[:, -1], np.repeat(layer.k, 2, axis=2)) / 8**0.5 + c[:, :, -1:] - c
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)

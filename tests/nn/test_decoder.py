@@ -42,7 +42,7 @@ SHIFT = 1_000_003
 WITHOUT_A_FIRST_GRADIENT = ("'projection'", "'features']['up'", "'bias']['b2'")
 NOT_SHIFT_INVARIANT = (
     "sinusoidal learned hierarchical coca-slack fire chunked longformer self-extend lm-infinite streaming dual-chunk "
-    "llama4 performer"
+    "fope llama4 performer"
 )
 BY_DEFAULT = ("rope", "learned", *GROUPS)
 

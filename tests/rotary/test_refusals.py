@@ -58,6 +58,7 @@ SPECS = [
     (rotary.RoPETie, {}, RULE | {"num_axes": (1, 2.5), "rule": ("yarn",)}),
     (rotary.Stretched, {"rule": rotary.Plain(), "factor": 2.0}, {"rule": (1e4,), "factor": (0.0, -2.0, math.inf)}),
     (rotary.Stretched, {"factor": 2.0}, {"rule": (rotary.CLEX(32), rotary.RoPETie(), SELECTED)}),
+    (rotary.Resonance, {}, RULE | {"partial_rotary_factor": (0, 1.5), "rule": (1e4, rotary.CLEX(32), rotary.Axial())}),
     (rotary.Rotary, {}, PLACE),
     (rotary.ValueRotary, {}, PLACE | {"targets": ("ov",)}),
     (rotary.XPos, {}, PLACE | {"gamma": NOT_POSITIVE, "scale_base": NOT_POSITIVE}),

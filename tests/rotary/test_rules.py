@@ -1,6 +1,7 @@
 """Rules of fixed frequencies against closed forms, and the numbers of papers and released code."""
 
 import math
+from functools import partial
 
 import chex
 import jax
@@ -12,7 +13,7 @@ from posjax import rotary
 from posjax.rotary import LongRoPE, from_hf
 from posjax.rotary.ntk import NTKAware, NTKFixed, NTKMixed, NTKOld
 from posjax.rotary.rules import Plain, Proportional
-from posjax.rotary.scalings import HoPE, Linear, Llama3, NTKByParts, Stretched, YaRN
+from posjax.rotary.scalings import HoPE, Linear, Llama3, NTKByParts, Resonance, Stretched, YaRN
 
 # --- plain and proportional frequencies -------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ def test_every_rule_is_registered_hashable_and_declares_whether_it_reads_the_len
     for name, kind in rotary.SCALINGS.items():
         given = {key: value for key, value in needed.items() if key in kind.__dataclass_fields__}
         rules[name] = kind(**given)
-    assert len(set(rules.values())) == len(rules) == 16
+    assert len(set(rules.values())) == len(rules) == 17
     reading = {name for name, rule in rules.items() if rule.reads_length}
     assert reading == {"dynamic-linear", "dynamic-ntk", "dynamic-yarn", "longrope", "clex"}
 
@@ -100,6 +101,24 @@ def test_hope_keeps_pairs_that_complete_a_turn_in_training():
     assert 2 * np.pi / PLAIN[45] <= 4096 < 2 * np.pi / PLAIN[46]
     assert HoPE(10**9).inverse_frequencies(128).all()
     np.testing.assert_array_equal(HoPE(6).inverse_frequencies(128), 0)
+
+
+def test_wavelengths_of_resonance_are_those_of_its_released_code():
+    """Computed by torch.round(2 pi / inv_freq) as in sheryc/resonance_rope, plain and under YaRN (8 times 4,096)."""
+    plain, yarn = (2 * np.pi / rule.inverse_frequencies(128) for rule in (Resonance(), Resonance(YaRN(8.0, 4096))))
+    np.testing.assert_allclose(plain[::9], [6, 23, 84, 306, 1117, 4080, 14900, 54410], rtol=1e-14)
+    np.testing.assert_allclose(yarn[[20, 21, 30, 40, 45, 63]], [112, 134, 710, 6078, 25718, 435281], rtol=1e-14)
+    assert Resonance(YaRN(8.0, 4096)).table_factor == YaRN(8.0, 4096).table_factor
+    with_zeros = Resonance(HoPE(4096)).inverse_frequencies(128)
+    np.testing.assert_array_equal(with_zeros == 0, HoPE(4096).inverse_frequencies(128) == 0)
+
+
+def test_angles_of_resonance_come_back_after_each_wavelength():
+    positions = np.array([0, 5, 1_000_003])
+    at = partial(Resonance(base=500.0).table, head_dim=16)
+    for pair, wavelength in enumerate([6, 14, 30, 65, 140, 306, 664, 1445]):
+        start, end = (np.stack(at(positions + shift))[..., pair] for shift in (0, 700 * wavelength))
+        np.testing.assert_allclose(start, end, atol=1e-6)
 
 
 @pytest.mark.parametrize("factor", [0.0625, 16.0])

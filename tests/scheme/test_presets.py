@@ -140,3 +140,11 @@ def test_new_frequencies_skip_layers_without_position():
     assert where(after, lambda scheme: scheme.rotates) == [0, 1, 2, 4]
     assert {s.features.frequencies for s in after.schemes if s.rotates} == {rotary.YaRN(4.0, 64, base=500_000.0)}
     assert after.schemes[3] == before.schemes[3].replace(mask=masks.Window(4))
+
+
+def test_a_rule_within_a_rule_is_given_by_name_and_inherits_what_it_does_not_change():
+    before = pj.Scheme(features=rotary.Rotary(rotary.Plain(500.0, partial_rotary_factor=0.5)))
+    yarn = {"name": "yarn", "factor": 4.0, "original_length": 64}
+    found = before.extend(frequencies={"name": "resonance", "rule": yarn})
+    wanted = rotary.Resonance(rule=rotary.YaRN(4.0, 64, base=500.0, partial_rotary_factor=0.5))
+    assert found.features.frequencies == wanted

@@ -110,13 +110,18 @@ def split_cache(cache: DecoderCache, mesh: Mesh) -> DecoderCache:
     """
 
     def sharding_of(leaf: Any, *axes: str | None) -> NamedSharding | None:
-        return None if leaf is None else named_sharding(mesh, ("layers", "batch", *axes), leaf.shape)
+        return None if leaf is None else named_sharding(mesh, ("layers", "batch", *axes)[: leaf.ndim], leaf.shape)
 
     def shardings_of_layer(kept: Any) -> Any:
         if not isinstance(kept, Cache):
             return jax.tree.map(lambda leaf: sharding_of(leaf, *(None,) * (leaf.ndim - 2)), kept)
         axes_of = {"k": ("kv_heads", "length", None), "v": ("kv_heads", "length", None)}
-        axes_of |= {"positions": ("length",), "ids": ("length",), "gates": ("heads", "length"), "total": ("heads",)}
+        axes_of |= {
+            "positions": ("length",),
+            "ids": ("length",),
+            "gates": ("heads", "length", None),
+            "total": ("heads",),
+        }
         return dataclasses.replace(
             kept, **{name: sharding_of(getattr(kept, name), *axes) for name, axes in axes_of.items()}
         )

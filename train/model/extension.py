@@ -42,6 +42,12 @@ def _leaky(own: int, length: int) -> dict[str, Any]:
     return {"window": window, "factor": 1.0 if length <= own else float(_group(own, length, window))}
 
 
+def _string(own: int, length: int) -> dict[str, Any]:
+    """Distances are moved by a third of ``own``; beyond ``own`` by more, to keep them below it while that can be."""
+    window = max(1, min(128, own // 12))
+    return {"length": own, "window": window, "shift": min(own, max(own // 3, length - own + window))}
+
+
 _OPTIONS: dict[str, dict[str, Sizes]] = {
     "frequencies": {
         **dict.fromkeys(("linear", "ntk", "ntk-old", "ntk-fixed", "ntk-mixed"), _factor),
@@ -53,6 +59,7 @@ _OPTIONS: dict[str, dict[str, Sizes]] = {
         "leaky-rerope": _leaky,
         "self-extend": _self_extend,
         "dual-chunk": lambda own, _: {"length": own},
+        "string": _string,
         "streaming": lambda own, _: {"first": 4, "recent": own - 4},
         "lm-infinite": lambda own, _: {"n_local": own},
     },

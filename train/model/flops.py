@@ -82,7 +82,7 @@ def _attention_work(layer: DecoderConfig, length: int, documents: Counter[int], 
     pairs = _pairs(scheme, layer.causal, length, documents)
     latent = layer.latent
     sizes = _score_size(layer) + size if latent is None else latent.size + latent.value
-    return layer.num_heads * pairs * sizes
+    return layer.num_heads * scheme.copies * pairs * sizes
 
 
 @cache
@@ -143,9 +143,9 @@ def attention_products(layer: DecoderConfig) -> int:
     if layer.scheme.is_delta:
         queries, keys, values = layer.scheme.linear.channels
         return width * (queries + keys + 3 * values + 2 * layer.scheme.linear.num_heads)
-    gate = width * {None: 0, "head": heads, "elementwise": heads * size}[layer.attention_gate]
+    gate = width * {None: 0, "head": heads, "elementwise": heads * size}[layer.attention_gate] * layer.scheme.copies
     if latent is None:
-        queries = heads * (layer.scheme.query_size(size) + size)
+        queries = heads * (layer.scheme.query_size(size) + layer.scheme.copies * size)
         values = 0 if layer.keys_as_values else size
         return width * (queries + layer.num_kv_heads * (layer.scheme.key_size(size) + values)) + gate
     into = width if latent.query_rank is None else latent.query_rank

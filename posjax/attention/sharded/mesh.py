@@ -1,11 +1,13 @@
 """Entering a mesh: how a call is split over it, and one ``shard_map`` over its axes."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from posjax._axes import Names, each
 from posjax._checks import check
@@ -22,6 +24,7 @@ _AXES = {
     "length": ("batch",),
     "coordinates": ("batch", "queries", None),
     "scale": ("batch", "queries", "heads"),
+    "sinks": ("batch", "queries", "heads"),
 }
 """The axes of the arrays ``per_row`` by name; arrays of other names have batch, tokens, and axes that are not split."""
 
@@ -121,7 +124,7 @@ def attend_on_mesh(
         replicated: a tree whose arrays are the same on all devices.
         projected: queries, keys and values, ``[batch, length, heads, size]``. Key heads are repeated if the devices of
             their axis do not divide them: see ``Placement.for_key_heads``.
-        per_row: trees of arrays by name. ``"gates"`` are ``[batch, heads, length]``, ``"length"`` is ``[batch]``,
+        per_row: trees of arrays by name. ``"gates"`` are ``[batch, heads, length, ...]``, ``"length"`` is ``[batch]``,
             ``"coordinates"`` are ``[batch, length, axes]``, masks and biases name their own axes (``"mask"`` may be a
             boolean array), and all others are ``[batch, length]``. An array with fewer axes is the same on all
             devices. An axis of size 1 is not split.
@@ -147,6 +150,9 @@ def enter(
     placement.check(mesh.shape, **sizes, kv_heads=k.shape[2])
     repeats = placement.for_key_heads(mesh.shape, k.shape[2]).repeats
     tokens = _spec(placement, ("batch", "queries", "heads"))
+    if per_row.get("gates") is not None:  # those of the key heads are split as the queries are
+        of_queries = partial(_repeated, heads=q.shape[2], kv_heads=k.shape[2])
+        per_row = dict(per_row) | {"gates": jax.tree.map(of_queries, per_row["gates"])}
     per_row = {name: as_mask(value) if name == "mask" and is_array(value) else value for name, value in per_row.items()}
     of_rows = {name: _specs(placement, name, value, sizes) for name, value in per_row.items()}
     # By default ``shard_map`` takes all axes except those of a ``vmap`` over the batch. If some axes are Manual, the
@@ -191,6 +197,11 @@ def over_mesh(
         return function(*projected, **params_option, **arrays, **rest)
 
     return enter(mesh, placement, inside, params, projected, arrays)
+
+
+def _repeated(array: Array, heads: int, kv_heads: int) -> Array:
+    """An array of key heads ``[batch, kv_heads, ...]`` with all query heads; others unchanged."""
+    return jnp.repeat(array, heads // kv_heads, axis=1) if array.shape[1] == kv_heads != heads else array
 
 
 def _spec(placement: Placement, axes: Names) -> PartitionSpec:

@@ -21,7 +21,7 @@ from posjax.attention.platform import attend, needs_ranges
 from posjax.attention.rows import Rows
 from posjax.attention.sharded.line import SequenceSplit, join, keep, taken
 from posjax.attention.sharded.ring import ring
-from posjax.bias import ContextualBias
+from posjax.bias import Contextual
 from posjax.masks import Mask, hides_ahead
 from posjax.positions import Range
 
@@ -76,7 +76,7 @@ def _sizes(call: Call, placement: Placement, length: int) -> Sizes:
         query_features=sum(q.shape[-1] for q, _ in call.pairs) + call.v.shape[-1],
         itemsize=call.q.dtype.itemsize,
         window=bounds[1] if bounds is not None and bounds[0] == 0 else None,
-        counts=isinstance(call.bias, ContextualBias),
+        counts=isinstance(call.bias, Contextual),
         layout=placement.layout_over(placement.shards),
         ulysses=placement.ulysses,
     )

@@ -32,6 +32,8 @@ def scaled(rule):
         ("remap", 4096, {"name": "leaky-rerope", "window": 1024, "factor": 1.0}),
         ("remap", 16384, {"name": "streaming", "first": 4, "recent": 4092}),
         ("remap", 16384, {"name": "dual-chunk", "length": 4096}),
+        ("remap", 4096, {"name": "string", "length": 4096, "window": 128, "shift": 1365}),
+        ("remap", 6144, {"name": "string", "length": 4096, "window": 128, "shift": 2176}),
         ("mask", 16384, {"name": "lambda", "window": 4092, "first": 4}),
         ("scale", 16384, {"name": "clipped-log-n", "length": 4096}),
         ("scale", 16384, {"name": "drope", "extension": 4.0}),
