@@ -365,7 +365,8 @@ def check_over_latents(scheme: Scheme) -> None:
     )
     check(
         scheme.bias is None or not scheme.bias.contextual,
-        "bias: CoPE reads the queries of a head, which latent attention has in two forms; use another bias",
+        f"bias: {type(scheme.bias).__name__} reads the queries of a head, which latent attention has in two forms; use "
+        "another bias",
     )
 
 
