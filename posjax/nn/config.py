@@ -168,8 +168,6 @@ class DecoderConfig:
         dense = () if self.experts is None else self.experts.dense
         fits = max(dense, default=0) < self.num_layers
         check(fits, f"experts.dense names layers from 0 to {self.num_layers - 1}, found {describe(dense)}")
-        learns = self.experts is not None and bool(ACTIVATIONS[self.activation].learned)
-        check(not learns, f"activation: {self.activation!r} learns numbers, which experts do not have; choose another")
         self._check_total()
         self._check_schemes()
 
