@@ -36,7 +36,8 @@ class Block(nnx.Module):
         self.attention = None if delta else kind(config, rngs=rngs)
         self.delta = DeltaMixer(config, rngs=rngs) if delta else None
         self.attention_after = norm() if after else None
-        self.mlp_norm = norm() if before and not residual.shared_norm else None
+        apart = config.experts is not None and config.experts.norms
+        self.mlp_norm = norm() if before and not residual.shared_norm and not apart else None
         self.mlp = (MLP if config.experts is None else ExpertsMLP)(config, rngs=rngs)
         self.mlp_after = norm() if after else None
         self.scale = nnx.Param(jnp.ones(1, jnp.float32), logical_axes=(None,)) if residual.learned_scale else None

@@ -350,6 +350,8 @@ MIXTURES: dict[str, dict] = {
     | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 72, "attention_chunk_size": 16, "floor_scale": 8},
 }
 MIXTURES |= {
+    "gemma4_text-experts": GEMMA4
+    | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40},
     "deepseek_v2": LATENT
     | OF_EIGHT
     | {"model_type": "deepseek_v2", "num_hidden_layers": 3, "first_k_dense_replace": 1, "topk_method": "greedy"}
@@ -418,6 +420,11 @@ TEXT_PARTS: dict[str, dict] = {
         "text_config": GEMMA4
         | {"attention_k_eq_v": False, "attention_bias": True, "num_global_key_value_heads": None}
         | {"num_hidden_layers": 7, "layer_types": None, "use_bidirectional_attention": None},
+    },
+    "gemma4-experts": {
+        "model_type": "gemma4",
+        "text_config": MIXTURES["gemma4_text-experts"],
+        "vision_config": GEMMA4_SIGHT,
     },
     "gemma4_unified": {
         "model_type": "gemma4_unified",
