@@ -1,5 +1,7 @@
 """Flax NNX modules for any scheme. With Flax Linen, use the pure functions."""
 
+from posjax.nn.attention import Attention
+from posjax.nn.block import Block
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, DecoderCache, logical_axes
 from posjax.nn.delta import DeltaMixer
@@ -7,7 +9,6 @@ from posjax.nn.generation import Generated, Sampling, choose, generate, stream
 from posjax.nn.huggingface import from_pretrained, save_pretrained
 from posjax.nn.latent import LatentAttention
 from posjax.nn.mlp import MLP
-from posjax.nn.modules import Attention, Block
 from posjax.nn.norms import LayerNorm, RMSNorm
 from posjax.nn.specs import Experts, Latent, Norm, Residual, Router
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from posjax.nn.attention import LayerInputs
+from posjax.nn.block import Block
 from posjax.nn.decoder import Decoder
-from posjax.nn.modules import Block, LayerInputs
 from posjax.nn.parameters import plain
 from posjax.positions import Range
 from posjax.scheme import Scheme

@@ -168,6 +168,9 @@ class DecoderConfig:
         dense = () if self.experts is None else self.experts.dense
         fits = max(dense, default=0) < self.num_layers
         check(fits, f"experts.dense names layers from 0 to {self.num_layers - 1}, found {describe(dense)}")
+        apart = self.experts is not None and self.experts.norms
+        fits = self.residual.norm != "after" and not self.residual.shared_norm
+        check(fits or not apart, "experts.norms needs residual.norm before or both, without shared_norm")
         self._check_total()
         self._check_schemes()
 

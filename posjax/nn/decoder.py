@@ -16,10 +16,11 @@ from posjax._mesh import axes_of, explicit_spec, on_auto_axes
 from posjax._numbers import at_least_float32
 from posjax.attention.rows import ATTENDED
 from posjax.masks import Segments
+from posjax.nn.attention import LayerInputs
+from posjax.nn.block import Block
 from posjax.nn.config import DecoderConfig
 from posjax.nn.experts import Load
 from posjax.nn.lookup import lookup
-from posjax.nn.modules import Block, LayerInputs
 from posjax.nn.norms import make_norm
 from posjax.nn.parameters import bias_parameter, parameter, placed, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from posjax.nn.config import DecoderConfig
 from posjax.nn.exchange import Exchange
 from posjax.nn.grouped import grouped_product
 from posjax.nn.mlp import MLP
+from posjax.nn.norms import make_norm
 from posjax.nn.parameters import bias_parameter, on_any_mesh, parameter
 from posjax.nn.specs import ACTIVATIONS, Experts, Router
 
@@ -93,7 +95,7 @@ class ExpertsMLP(MLP):
     """A mixture of experts: several MLPs, of which a router chooses a few for every token. No token is dropped.
 
     The output is ``sum over the chosen e of w_e mlp_e(x)``, with the choice and the weights of ``Experts.router``, plus
-    the output of the shared MLP, if there is one.
+    the output of the shared MLP, if there is one; with ``Experts.norms`` these parts have norms of their own.
 
     Tokens are sorted by their experts, so that every expert multiplies only its own tokens: the cost is always that of
     ``per_token`` MLPs. Parameters of the experts have a leading axis of experts.
@@ -109,11 +111,17 @@ class ExpertsMLP(MLP):
         self.router = parameter(rngs.params(), (width, count), ("embed", "experts"), width**-0.5)
         self.router_bias = bias_parameter((count,), ("experts",)) if spec.router.bias else None
         self.correction = bias_parameter((count,), ("experts",)) if spec.router.correction else None
+        ones = jnp.ones(count, jnp.float32)
+        self.scales = nnx.Param(ones, logical_axes=("experts",)) if spec.router.learned_scale else None
         super().__init__(config, rngs=rngs, experts=(count,))
         alone = replace(config, experts=None, mlp_dim=spec.shared_dim)
         self.shared = None if spec.shared_dim is None else MLP(alone, rngs=rngs)
         gated = spec.shared_gate
         self.shared_gate = parameter(rngs.params(), (width,), ("embed",), width**-0.5) if gated else None
+        norm = partial(make_norm, width, config.norm)
+        self.router_norm, self.experts_norm, self.experts_after = (norm() if spec.norms else None for _ in range(3))
+        shares = spec.norms and self.shared is not None
+        self.shared_norm, self.shared_after = (norm() if shares else None for _ in range(2))
 
     def with_load(
         self, x: Float[Array, "batch length embed"], counted: Bool[Array, "batch length"] | None = None
@@ -127,16 +135,21 @@ class ExpertsMLP(MLP):
 
     def _mixed_with_load(self, x, counted):
         counted = jnp.ones(x.shape[:2], bool) if counted is None else counted
-        routed, load = self._routed(x, counted)
+        routed, load = self._routed(_through(self.experts_norm, x), self._asked(x), counted)
+        routed = _through(self.experts_after, routed)
         if self.shared is None:
             return routed, load
-        shared = self.shared._mixed(x)
+        shared = _through(self.shared_after, self.shared._mixed(_through(self.shared_norm, x)))
         if self.shared_gate is not None:
             shared = shared * jax.nn.sigmoid(x @ self.shared_gate[...].astype(x.dtype))[..., None]
         scale = self.config.experts.shared_scale
         return routed + (shared if scale == 1 else shared * scale), load
 
-    def _routed(self, x, counted):
+    def _asked(self, x):
+        """What the router reads; None if it is what the experts read."""
+        return None if self.router_norm is None else self.router_norm._normed(x) * x.shape[-1] ** -0.5
+
+    def _routed(self, x, asked, counted):
         """The sum over the chosen experts, and the load; every device computes its own tokens.
 
         If the hidden units are split, partial sums are added.
@@ -146,7 +159,7 @@ class ExpertsMLP(MLP):
         parameters = {name: getattr(self, name) for name in _ROUTED if getattr(self, name) is not None}
         arrays = {name: leaf[...] for name, leaf in parameters.items()} | {"activation": self._learned}
         if mesh.empty or not placement.is_open(mesh) or not self._fits(x, mesh):
-            return _Device(self.config).mixed(arrays, x, counted)
+            return _Device(self.config).mixed(arrays, x, asked, counted)
         rows = PartitionSpec(placement.batch or None, placement.context)
         split = placement.heads
 
@@ -163,8 +176,8 @@ class ExpertsMLP(MLP):
         device = _Device(self.config, split, shards, experts)
         open_axes = set(mesh.axis_names) - set(mesh.manual_axes)
         return jax.shard_map(
-            device.mixed, in_specs=(specs, rows, rows), out_specs=(rows, Load(whole, whole)), axis_names=open_axes
-        )(arrays, x, counted)
+            device.mixed, in_specs=(specs, rows, rows, rows), out_specs=(rows, Load(whole, whole)), axis_names=open_axes
+        )(arrays, x, asked, counted)
 
     def _fits(self, x, mesh) -> bool:
         """Whether batch, tokens and hidden units can be split evenly over the devices."""
@@ -180,8 +193,12 @@ class ExpertsMLP(MLP):
 
 
 _OF_EXPERTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-_ROUTED = ("router", "router_bias", "correction", *_OF_EXPERTS)
-"""The parameters of a mixture without those of the shared MLP."""
+_ROUTED = ("router", "router_bias", "correction", "scales", *_OF_EXPERTS)
+"""The parameters of a mixture without those of the shared MLP and of norms."""
+
+
+def _through(norm: nnx.Module | None, x: Array) -> Array:
+    return x if norm is None else norm._normed(x)
 
 
 @dataclass(frozen=True)
@@ -200,12 +217,18 @@ class _Device:
     shards: tuple[str, ...] = ()
     experts: str | None = None
 
-    def mixed(self, parameters, x, counted):
-        """The sum over the chosen experts for every token, and the load by the tokens of all devices."""
+    def mixed(self, parameters, x, asked, counted):
+        """The sum over the chosen experts for every token, and the load by the tokens of all devices.
+
+        The router reads ``asked``, or ``x`` without it.
+        """
         spec, tokens = self.config.experts, x.reshape(-1, x.shape[-1])
-        logits = self._logits(parameters, tokens)
+        logits = self._logits(parameters, tokens if asked is None else asked.reshape(tokens.shape))
         correction = parameters.get("correction")
         routing = route(spec, logits, None if correction is None else jax.lax.stop_gradient(correction))
+        if "scales" in parameters:
+            scales = parameters["scales"].astype(jnp.float32)
+            routing = routing._replace(weights=routing.weights * scales[routing.chosen])
         out = self._summed(parameters, tokens, routing)
         out = out if self.split is None else jax.lax.psum(out, self.split)
         return out.astype(x.dtype).reshape(x.shape), self._load(logits, routing, counted.reshape(-1))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from posjax.nn.attention import Attention
 from posjax.nn.config import DecoderConfig
 from posjax.nn.gate import OutputGate
-from posjax.nn.modules import Attention
 from posjax.nn.norms import RMSNorm
 from posjax.nn.parameters import bias_parameter, parameter, plus, scheme_parameters, to_heads
 

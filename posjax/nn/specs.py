@@ -76,6 +76,7 @@ class Router:
         scale: factor of the weights.
         least_sum: the least divisor of normalized weights (ERNIE 4.5).
         on_input: whether the weights multiply the inputs of the experts instead of their outputs (Llama 4).
+        learned_scale: whether the weights of every expert have a learned factor, which starts at 1 (Gemma 4).
     """
 
     score: str = "softmax"
@@ -88,6 +89,7 @@ class Router:
     scale: float = 1.0
     least_sum: float = 1e-20
     on_input: bool = False
+    learned_scale: bool = False
 
     def __post_init__(self):
         check_flags(self, "experts.router.")
@@ -111,6 +113,9 @@ class Experts:
         shared_dim: hidden width of an MLP beside the experts that every token takes; None for none.
         shared_gate: whether the output of that MLP is multiplied by ``sigmoid(g x)`` with a learned vector g (Qwen2).
         shared_scale: factor of that output (Cohere 2).
+        norms: whether router, experts and that MLP have each a norm before them, in place of one before the block's
+            hidden layer, and experts and MLP each one after them, before the two are added. The router's is divided by
+            the root of the width (Gemma 4).
         balance: coefficient of the balance loss that the model is trained with. It changes no computation here.
         dense: the numbers of the layers that have one MLP instead, from 0 (DeepSeek V3: 0, 1, 2).
         dense_dim: the hidden width of these; ``mlp_dim``, the width of an expert, when left out.
@@ -122,6 +127,7 @@ class Experts:
     shared_dim: int | None = None
     shared_gate: bool = False
     shared_scale: float = 1.0
+    norms: bool = False
     balance: float = 0.0
     dense: tuple[int, ...] = ()
     dense_dim: int | None = None

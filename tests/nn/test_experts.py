@@ -138,6 +138,21 @@ def test_meshes_give_the_numbers_of_one_device(parameters, one_device):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[1]))
 
 
+@pytest.mark.wide
+def test_norms_apart_and_learned_scales_are_the_same_on_a_mesh():
+    experts = Experts(4, 2, Router(learned_scale=True), shared_dim=20, norms=True)
+    config = dataclasses.replace(CONFIG, experts=experts, biases=())
+    mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    placement = Placement(batch=("data", "expert"), heads="tensor", experts="expert")
+    placed = dataclasses.replace(config, placement=placement)
+    graph, parameters = shapes(Decoder, config)[0], random_parameters(Decoder, config)
+    wanted = jax.device_get(gradients_of(graph)(parameters, TOKENS))
+    with jax.set_mesh(mesh):
+        found = jax.device_get(gradients_of(shapes(Decoder, placed)[0])(parameters, TOKENS))
+    assert_close_for_their_size(found, wanted)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[1]))
+
+
 @pytest.mark.parametrize(
     ("rows", "tokens", "mlp_dim", "split"),
     [(2, 5, 24, True), (3, 4, 24, False), (4, 4, 25, False)],

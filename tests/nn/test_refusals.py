@@ -89,6 +89,7 @@ REFUSED = [
         "caches half-width keys",
         decoded(preset("coca-strict").replace(scale=scales.LogN(8)), coordinates=TOKENS[:, :1, None]),
     ),
+    ("experts.norms", sized(experts=Experts(4, 2, norms=True), residual=Residual("after"))),
     ("latent.rank", lambda: Latent(0, 8, 4, 4)),
     ("latent.query_rank", lambda: Latent(8, 8, 4, 4, query_rank=0)),
     ("latent.norm", lambda: Latent(8, 8, 4, 4, norm=Norm("layer"))),

@@ -68,18 +68,24 @@ def mlp(p, x):
     return (gate * sigmoid(gate) * (x @ p["up"])) @ p["down"]
 
 
+def normed(p, name, x):
+    """RMS norm, if the mixture has one of this name."""
+    return x / np.sqrt(np.mean(x * x) + 1e-6) * p[name]["gain"] if name in p else x
+
+
 def mixture_by_loop(config, p, x):
     router, out = config.experts.router, np.zeros_like(x)
     for place in np.ndindex(x.shape[:2]):
-        chosen, weights = chosen_by_loop(
-            router, config.experts.per_token, x[place] @ p["router"], p.get("correction", np.zeros(4))
-        )
-        for e, weight in zip(chosen, weights, strict=True):
+        asked, read = normed(p, "router_norm", x[place]), normed(p, "experts_norm", x[place])
+        logits = asked @ p["router"] / (4 if config.experts.norms else 1)
+        chosen, weights = chosen_by_loop(router, config.experts.per_token, logits, p.get("correction", np.zeros(4)))
+        for e, weight in zip(chosen, weights * p.get("scales", np.ones(4))[chosen], strict=True):
             own = {name: p[name][e] for name in ("gate", "up", "down")}
-            out[place] += mlp(own, weight * x[place]) if router.on_input else weight * mlp(own, x[place])
+            out[place] += mlp(own, weight * read) if router.on_input else weight * mlp(own, read)
+        out[place] = normed(p, "experts_after", out[place])
         if "shared" in p:
             gate = sigmoid(x[place] @ p["shared_gate"]) if "shared_gate" in p else 1
-            out[place] += gate * mlp(p["shared"], x[place])
+            out[place] += gate * normed(p, "shared_after", mlp(p["shared"], normed(p, "shared_norm", x[place])))
     return out
 
 
@@ -100,6 +106,7 @@ CASES = {
     "weights on the inputs": ({"per_token": 1, "router": Router("sigmoid", normalized=False, on_input=True)}, None),
     "an expert without tokens": ({"router": Router("sigmoid", correction=True)}, [0, -9, 0, 0]),
     "all tokens to one expert": ({"per_token": 1, "router": Router("sigmoid", correction=True)}, [0, 0, 9, 0]),
+    "norms apart": ({"norms": True, "shared_gate": False, "router": Router(learned_scale=True)}, None),
     "no shared MLP": ({"shared_dim": None, "shared_gate": False, "router": Router(normalized=False)}, None),
 }
 

@@ -50,12 +50,24 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """The location of a tensor: its file, its first byte, dtype and shape."""
+    """The location of a tensor: its file, its first byte, dtype and shape.
+
+    ``strides`` are the bytes between neighbours along each axis, as in NumPy; None if no other tensor lies in between.
+    """
 
     file: str
     start: int
     dtype: np.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The bytes in the file from the first number to the last."""
+        size = self.dtype.itemsize
+        if self.strides is None or 0 in self.shape:
+            return math.prod(self.shape) * size
+        return size + sum((count - 1) * stride for count, stride in zip(self.shape, self.strides, strict=True))
 
 
 def every(tensor: str) -> bool:
@@ -102,13 +114,13 @@ class TensorFolder:
         """A tensor: memory-mapped if the folder is local, otherwise downloaded."""
         entry = self.entries[name]
         path = f"{self._root}/{entry.file}"
-        size = math.prod(entry.shape) * entry.dtype.itemsize
-        if not size:
+        if not entry.bytes:
             return np.empty(entry.shape, entry.dtype)
         if is_local(self._files):
-            return np.memmap(path, entry.dtype, "r", entry.start, entry.shape)
-        content = self._files.cat_file(path, start=entry.start, end=entry.start + size)
-        return np.frombuffer(content, entry.dtype).reshape(entry.shape)
+            content = np.memmap(path, np.uint8, "r", entry.start, entry.bytes)
+        else:
+            content = self._files.cat_file(path, start=entry.start, end=entry.start + entry.bytes)
+        return np.ndarray(entry.shape, entry.dtype, content, strides=entry.strides)
 
     def _check_found(self, names: Sequence[str]) -> None:
         if any(name.endswith(SUFFIX) for name in names):

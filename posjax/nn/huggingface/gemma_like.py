@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from posjax._checks import check, check_positive, describe
+from posjax._checks import check, check_count, check_positive, describe
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     FULL,
@@ -35,8 +35,9 @@ from posjax.nn.huggingface.llama_like import (
     qkv_bias_value,
     rope_everywhere,
 )
+from posjax.nn.huggingface.moe_like import mixture, mixture_tensors, mixture_values, shared_mlp
 from posjax.nn.huggingface.views import View
-from posjax.nn.specs import Norm, Residual
+from posjax.nn.specs import Norm, Residual, Router
 from posjax.norms import QKNorm
 
 _SANDWICH = norms(
@@ -237,21 +238,61 @@ def _gemma4_values(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _gemma4_family(name: str, architecture: str, length: int, window: int, more: dict, **fixed: Any) -> Family:
+def _gemma4_mixture(values: Values) -> dict[str, Any]:
+    """A mixture beside the MLP of every layer."""
+    if not values["enable_moe_block"]:
+        return {}
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        check_count(f"config.json: {key}", values.get(key))
+    chooses, shared = Router(learned_scale=True), values["intermediate_size"]
+    found = mixture(values, "num_experts", per_token="top_k_experts", router=chooses, shared_dim=shared, norms=True)
+    return found | {"mlp_dim": values["moe_intermediate_size"]}
+
+
+def _gemma4_mixture_values(config: DecoderConfig) -> dict[str, Any]:
+    values = {"hidden_size_per_layer_input": 0, "enable_moe_block": config.experts is not None}
+    if config.experts is None:
+        return values
+    widths = {"intermediate_size": config.experts.shared_dim, "moe_intermediate_size": config.mlp_dim}
+    return values | widths | mixture_values(config, "num_experts", "top_k_experts")
+
+
+def _gemma4_experts() -> dict[str, View]:
+    """Router, experts and their norms; the MLP beside them has the names of the one that other layers have."""
+    both, pattern = f"{LAYER}experts.gate_up_proj", "experts (2 mlp) embed -> experts embed mlp"
+    names = {
+        "router_norm": "router.scale",
+        "experts_norm": "pre_feedforward_layernorm_2.weight",
+        "experts_after": "post_feedforward_layernorm_2.weight",
+        "shared_norm": "pre_feedforward_layernorm.weight",
+        "shared_after": "post_feedforward_layernorm_1.weight",
+    }
+    return {
+        "block/mlp/router": View(f"{LAYER}router.proj.weight", "experts embed -> embed experts"),
+        "block/mlp/scales": View(f"{LAYER}router.per_expert_scale", "experts -> experts"),
+        "block/mlp/gate": View(both, pattern, 0),
+        "block/mlp/up": View(both, pattern, 1),
+        "block/mlp/down": View(f"{LAYER}experts.down_proj", "experts embed mlp -> experts mlp embed"),
+        **{f"block/mlp/{ours}/gain": View(f"{LAYER}{name}", "embed -> embed") for ours, name in names.items()},
+        **shared_mlp("mlp."),
+    }
+
+
+def _gemma4_tensors(config: DecoderConfig) -> dict[str, View]:
+    views = EMBEDDING | FINAL_NORM | _SANDWICH | projections() | HEAD_NORMS
+    return views | {"block/scale": View(f"{LAYER}layer_scalar", "one -> one")}
+
+
+def _gemma4_family(
+    name: str, architecture: str, length: int, window: int, read: Callable, write: Callable, tensors: Callable
+) -> Family:
     return Family(
         name,
         architecture,
         KEYS,
-        _gemma4,
-        lambda config: _gemma4_values(config) | more,
-        lambda config: (
-            EMBEDDING
-            | FINAL_NORM
-            | _SANDWICH
-            | projections()
-            | HEAD_NORMS
-            | {"block/scale": View(f"{LAYER}layer_scalar", "one -> one")}
-        ),
+        lambda values: _gemma4(values) | read(values),
+        lambda config: _gemma4_values(config) | write(config),
+        tensors,
         default_sizes(length, 9216, 4)
         | {
             "tie_word_embeddings": True,
@@ -264,8 +305,9 @@ def _gemma4_family(name: str, architecture: str, length: int, window: int, more:
             "num_global_key_value_heads": None,
             "attention_k_eq_v": False,
             "per_layer_config": None,
+            "enable_moe_block": False,
         },
-        {"use_bidirectional_attention": (None, "vision"), "num_kv_shared_layers": 0} | fixed,
+        {"use_bidirectional_attention": (None, "vision"), "num_kv_shared_layers": 0},
         activation="hidden_activation",
         by_layer=("head_dim", "num_kv_heads", "keys_as_values"),
     )
@@ -276,9 +318,18 @@ GEMMA4 = _gemma4_family(
     "Gemma4ForCausalLM",
     131_072,
     512,
-    {"hidden_size_per_layer_input": 0},
-    enable_moe_block=False,
+    _gemma4_mixture,
+    _gemma4_mixture_values,
+    mixture_tensors(_gemma4_experts(), _gemma4_tensors),
 )
-GEMMA4_UNIFIED = _gemma4_family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", 262_144, 1024, {})
+GEMMA4_UNIFIED = _gemma4_family(
+    "gemma4_unified_text",
+    "Gemma4UnifiedForCausalLM",
+    262_144,
+    1024,
+    lambda values: {},
+    lambda config: {},
+    _gemma4_tensors,
+)
 
 GEMMA_LIKE = (GEMMA2, GEMMA3, GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED)

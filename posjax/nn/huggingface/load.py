@@ -26,7 +26,7 @@ from posjax.nn.huggingface.hub import on_disk, pinned
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
 from posjax.nn.huggingface.stacked import split_experts
-from posjax.nn.huggingface.text_parts import TextTensors, part_of, text_values
+from posjax.nn.huggingface.text_parts import part_of, rename_text, text_values
 from posjax.nn.huggingface.views import AxisSizes, View, check_shape
 
 NO_MESH = Mesh(np.empty((), object), ())
@@ -78,7 +78,8 @@ def open_source(path: str | Path) -> Source:
         return Mxfp4(folder) if is_packed(folder) else folder
     left_out = f"tensors of {', '.join(part.others)} are left out"
     warnings.warn(f"{path}: only the text part of {part.model_type} is read; {left_out}", stacklevel=3)
-    return TextTensors(folder)
+    rename_text(folder)
+    return folder
 
 
 def tensor_folder(path: str | Path) -> TensorFolder:
@@ -196,7 +197,8 @@ def _split_experts(source: Source, family: Family, config: DecoderConfig) -> Non
     views = family.tensors(mixtures[0])
     if views["block/mlp/up"].of_expert:
         parts = [part for part in ("gate", "up", "down") if f"block/mlp/{part}" in views]
-        split_experts(source, {part: views[f"block/mlp/{part}"].name.split("{expert}")[1] for part in parts})
+        ends = {part: views[f"block/mlp/{part}"].name.split("{expert}")[1] for part in parts}
+        split_experts(source, ends, config.model_dim)
 
 
 def check_dtype(dtype: str | None) -> None:

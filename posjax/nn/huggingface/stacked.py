@@ -1,6 +1,5 @@
 """Experts of a layer in one tensor, as transformers has them in memory, as tensors of single experts."""
 
-import math
 import re
 from collections.abc import Mapping
 
@@ -9,31 +8,42 @@ from posjax.nn.huggingface.files import Entry, TensorFolder
 _STACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
 
 
-def split_experts(folder: TensorFolder, ends: Mapping[str, str]) -> None:
+def split_experts(folder: TensorFolder, ends: Mapping[str, str], width: int) -> None:
     """Gives the experts of stacked tensors entries of their own.
 
     ``gate_up_proj [experts, 2 hidden, width]`` has the rows of the gate first; ``down_proj`` is
-    ``[experts, width, hidden]``.
+    ``[experts, width, hidden]``. In some releases (Qwen3-VL) both are transposed.
 
     Args:
         folder: the tensors of the files.
         ends: the ends of the new names after the number of the expert, by ``"gate"``, ``"up"`` and ``"down"``.
+        width: that of the model. By it a layout is told from the other; one of the two tensors always tells.
     """
+    stacked = {name: found for name, entry in folder.entries.items() if (found := _found(name, entry))}
+    outer = {"gate_up_proj": 2, "down_proj": 1}
+    swapped = any(folder.entries[name].shape[outer[found[2]]] != width for name, found in stacked.items())
     entries = {}
     for name, entry in folder.entries.items():
-        found = _STACKED.match(name)
-        if found is None or len(entry.shape) != 3:
+        if name not in stacked:
             entries[name] = entry
             continue
-        parts = ("gate", "up") if found[2] == "gate_up_proj" else ("down",)
-        rows = entry.shape[1] // len(parts)
-        names = [f"{found[1]}{n}{ends[part]}" for n in range(entry.shape[0]) for part in parts]
-        entries |= dict(zip(names, _pieces(entry, (rows, entry.shape[2])), strict=True))
+        start, kind = stacked[name].groups()
+        parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+        names = [f"{start}{n}{ends[part]}" for n in range(entry.shape[0]) for part in parts]
+        entries |= dict(zip(names, _pieces(entry, len(parts), swapped), strict=True))
     folder.entries = entries
 
 
-def _pieces(entry: Entry, shape: tuple[int, int]) -> list[Entry]:
-    """A tensor in pieces of a shape, one after the other."""
-    size = math.prod(shape) * entry.dtype.itemsize
-    count = math.prod(entry.shape) // math.prod(shape) if math.prod(shape) else 0
-    return [entry._replace(start=entry.start + n * size, shape=shape) for n in range(count)]
+def _found(name: str, entry: Entry) -> re.Match | None:
+    return _STACKED.match(name) if len(entry.shape) == 3 else None
+
+
+def _pieces(entry: Entry, parts: int, swapped: bool) -> list[Entry]:
+    """The matrices of all experts, each in so many parts by its rows; with ``swapped`` by its columns, transposed."""
+    count, rows, columns = entry.shape
+    size = entry.dtype.itemsize
+    shape, strides, step = (rows // parts, columns), None, rows // parts * columns * size
+    if swapped:
+        shape, strides, step = (columns // parts, rows), (size, columns * size), columns // parts * size
+    starts = [entry.start + n * rows * columns * size + part * step for n in range(count) for part in range(parts)]
+    return [entry._replace(start=start, shape=shape, strides=strides) for start in starts]

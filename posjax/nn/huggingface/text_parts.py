@@ -8,11 +8,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from posjax._checks import check, check_choice, describe
 from posjax.nn.huggingface.family import Values
-from posjax.nn.huggingface.files import Entry, TensorFolder
+from posjax.nn.huggingface.files import TensorFolder
 
 _PREFIXES = {
     "model.language_model.": "model.",
@@ -35,6 +33,7 @@ class TextPart:
         others: the modules of the other parts, whose tensors are left out.
         defaults: values of transformers for keys that ``text_config`` may leave out, where the text family has others.
         flat: whether older releases have no ``text_config``, but the same keys outside.
+        tied_outside: whether ``tie_word_embeddings`` in ``text_config`` means nothing.
     """
 
     model_type: str
@@ -42,6 +41,7 @@ class TextPart:
     others: Sequence[str]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     flat: bool = False
+    tied_outside: bool = False
 
     def values(self, values: Values) -> dict[str, Any]:
         """The text part's ``config.json``, as a model of its family would have it.
@@ -60,6 +60,8 @@ class TextPart:
         check_choice(f"{name}.model_type", kind, tuple(self.families))
         outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
         tokens = {key: values[key] for key in _TOKENS if values.get(key) is not None}
+        if self.tied_outside:
+            inner = {key: value for key, value in inner.items() if key != "tie_word_embeddings"}
         return {**self.defaults, **outer, **inner, **tokens, "model_type": self.families[kind]}
 
     def has(self, tensor: str) -> bool:
@@ -67,9 +69,9 @@ class TextPart:
         return tensor.removeprefix("model.").partition(".")[0] not in self.others
 
 
-def _qwen(model_type: str, family: str, defaults: Values, flat: bool = False) -> TextPart:
+def _qwen(model_type: str, family: str, defaults: Values, **options: bool) -> TextPart:
     """Positions of text are the same on all axes of M-RoPE (Qwen2-VL, arXiv 2409.12191), which is then RoPE."""
-    return TextPart(model_type, {f"{model_type}_text": family}, ("visual",), defaults, flat)
+    return TextPart(model_type, {f"{model_type}_text": family}, ("visual",), defaults, **options)
 
 
 _QWEN2_VL = {
@@ -78,6 +80,15 @@ _QWEN2_VL = {
     "rms_norm_eps": 1e-5,
     "max_window_layers": 80,
     "rope_theta": 1e6,
+}
+_QWEN3_VL = {"max_position_embeddings": 128_000, "rope_theta": 5e5}
+_QWEN3_VL_EXPERTS = {
+    "num_key_value_heads": 16,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
 }
 _GEMMA4_OTHERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 _UNIFIED_OTHERS = ("vision_embedder", "embed_vision", "embed_audio")
@@ -94,12 +105,16 @@ _PARTS = (
     TextPart("gemma4_unified", {"gemma4_unified_text": "gemma4_unified_text"}, _UNIFIED_OTHERS, _GEMMA4_SIZES),
     TextPart(
         "mistral3",
-        {"mistral": "mistral", "ministral3": "ministral3"},
+        {name: name for name in ("mistral", "ministral3", "mistral4")},
         ("vision_tower", "multi_modal_projector"),
     ),
+    TextPart("llama4", {"llama4_text": "llama4_text"}, ("vision_model", "multi_modal_projector")),
     _qwen("qwen2_vl", "qwen2", _QWEN2_VL, flat=True),
     _qwen("qwen2_5_vl", "qwen2", _QWEN2_VL, flat=True),
-    _qwen("qwen3_vl", "qwen3", {"max_position_embeddings": 128_000, "rope_theta": 5e5}),
+    _qwen("qwen3_vl", "qwen3", _QWEN3_VL),
+    _qwen("qwen3_vl_moe", "qwen3_moe", _QWEN3_VL | _QWEN3_VL_EXPERTS, tied_outside=True),
+    _qwen("qwen3_5", "qwen3_5_text", {}),
+    _qwen("qwen3_5_moe", "qwen3_5_moe_text", {}),
 )
 TEXT_PARTS: dict[str, TextPart] = {part.model_type: part for part in _PARTS}
 """Text parts by the ``model_type`` of ``config.json``."""
@@ -127,27 +142,17 @@ def text_values(values: Values) -> Values:
     return values
 
 
-class TextTensors:
-    """The tensors of a text part, with the names of its family.
-
-    Args:
-        folder: the text part's tensors, as the files name them.
+def rename_text(folder: TensorFolder) -> None:
+    """Gives the tensors of a text part the names of its family.
 
     Raises:
         ValueError: for a tensor that the files hold under two names.
     """
-
-    def __init__(self, folder: TensorFolder):
-        self._folder = folder
-        self._names: dict[str, str] = {}
-        for name in folder.entries:
-            other = self._names.setdefault(_own_name(name), name)
-            check(other == name, f"the files hold one tensor as {other!r} and as {name!r}")
-        self.entries: Mapping[str, Entry] = {ours: folder.entries[name] for ours, name in self._names.items()}
-
-    def tensor(self, name: str) -> np.ndarray:
-        """A tensor, memory-mapped if possible."""
-        return self._folder.tensor(self._names[name])
+    names: dict[str, str] = {}
+    for name in folder.entries:
+        other = names.setdefault(_own_name(name), name)
+        check(other == name, f"the files hold one tensor as {other!r} and as {name!r}")
+    folder.entries = {ours: folder.entries[name] for ours, name in names.items()}
 
 
 def _own_name(name: str) -> str:

@@ -350,6 +350,8 @@ MIXTURES: dict[str, dict] = {
     | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 72, "attention_chunk_size": 16, "floor_scale": 8},
 }
 MIXTURES |= {
+    "gemma4_text-experts": GEMMA4
+    | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40},
     "deepseek_v2": LATENT
     | OF_EIGHT
     | {"model_type": "deepseek_v2", "num_hidden_layers": 3, "first_k_dense_replace": 1, "topk_method": "greedy"}
@@ -390,6 +392,10 @@ QWEN_SIGHT = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size"
 QWEN_SIGHT |= {"patch_size": 4, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]}
 QWEN_TOKENS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
 MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
+QWEN3_5_ROPE = {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "rope_type": "default", "rope_theta": 1e7}
+LLAMA4_SIGHT = {key: SIGHT[key] for key in ("num_hidden_layers", "num_attention_heads", "image_size", "patch_size")}
+LLAMA4_SIGHT |= {"hidden_size": 32, "intermediate_size": 128, "vision_output_dim": 32}
+LLAMA4_SIGHT |= {"projector_input_dim": 32, "projector_output_dim": 32}
 GEMMA4_SIGHT = SIGHT | {"num_key_value_heads": 2, "position_embedding_size": 16}
 # The text part's keys are those of a release's config.json, in sizes for tests.
 TEXT_PARTS: dict[str, dict] = {
@@ -414,6 +420,11 @@ TEXT_PARTS: dict[str, dict] = {
         "text_config": GEMMA4
         | {"attention_k_eq_v": False, "attention_bias": True, "num_global_key_value_heads": None}
         | {"num_hidden_layers": 7, "layer_types": None, "use_bidirectional_attention": None},
+    },
+    "gemma4-experts": {
+        "model_type": "gemma4",
+        "text_config": MIXTURES["gemma4_text-experts"],
+        "vision_config": GEMMA4_SIGHT,
     },
     "gemma4_unified": {
         "model_type": "gemma4_unified",
@@ -451,6 +462,37 @@ TEXT_PARTS: dict[str, dict] = {
         "text_config": FEW
         | {"model_type": "qwen3_vl_text", "attention_bias": True, "tie_word_embeddings": True, "rope_theta": 5e6}
         | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 2, 2], "rope_type": "default"}}
+    },
+    "qwen3_vl_moe": QWEN_TOKENS
+    | {"model_type": "qwen3_vl_moe", "tie_word_embeddings": False, "vision_config": QWEN_SIGHT}
+    | {
+        "text_config": FEW
+        | TWO_OF_SIX
+        | {"model_type": "qwen3_vl_moe_text", "num_hidden_layers": 3, "moe_intermediate_size": 40}
+        | {"norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1, "rope_theta": 5e6}
+        | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 2, 2], "rope_type": "default"}}
+    },
+    "qwen3_5": QWEN_TOKENS
+    | {"model_type": "qwen3_5", "tie_word_embeddings": True, "vision_config": QWEN_SIGHT}
+    | {
+        "text_config": LATER["qwen3_5_text"]
+        | {"tie_word_embeddings": True, "partial_rotary_factor": 0.25}
+        | {"rope_parameters": QWEN3_5_ROPE | {"partial_rotary_factor": 0.25}}
+    },
+    "qwen3_5_moe": QWEN_TOKENS
+    | {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": QWEN_SIGHT}
+    | {"text_config": LATER["qwen3_5_moe_text"] | {"rope_parameters": QWEN3_5_ROPE}},
+    "llama4": {
+        "model_type": "llama4",
+        "boi_token_index": 200080,
+        "text_config": LATER["llama4_text"] | {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "factor": 8.0}},
+        "vision_config": LLAMA4_SIGHT,
+    },
+    "mistral3-mistral4": {
+        "model_type": "mistral3",
+        "tie_word_embeddings": False,
+        "text_config": LATER["mistral4"] | {"tie_word_embeddings": False},
+        "vision_config": SIGHT,
     },
 }
 """Releases that also see, of which the text part is read."""

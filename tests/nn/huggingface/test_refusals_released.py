@@ -122,7 +122,7 @@ CONFIGS = [
     ("rope_parameters", "gemma3_text", {"rope_parameters": released.rope(1e3)}),
     ("hidden_size_per_layer_input", "gemma4_text", {"hidden_size_per_layer_input": ...}),
     ("hidden_size_per_layer_input", "gemma4_text", {"hidden_size_per_layer_input": 8}),
-    ("enable_moe_block", "gemma4_text", {"enable_moe_block": True}),
+    ("num_experts", "gemma4_text", {"enable_moe_block": True}),
     ("num_kv_shared_layers", "gemma4_text", {"num_kv_shared_layers": 1}),
     ("use_bidirectional_attention", "gemma4_text", {"use_bidirectional_attention": "all"}),
     ("per_layer_config", "gemma4_text", {"per_layer_config": {"1": {"num_attention_heads": 2}}}),

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from nn.huggingface import released
 from nn.huggingface.released import rewritten
-from nn.huggingface.theirs import TOKENS, assert_close, greedy_tokens, logits, random_model, transformers
+from nn.huggingface.theirs import TOKENS, assert_close, class_of, greedy_tokens, logits, random_model, transformers
 from refusals import refused
 
 from posjax.nn import from_pretrained, generate, save_pretrained
@@ -27,11 +27,16 @@ PROMPT, NEW = 6, 20
 
 
 class Case(NamedTuple):
-    """A model of transformers with its other parts, its folder, and its logits of text."""
+    """A model of transformers, whole or its text part, the folder of the whole, and the logits of text."""
 
     model: Any
     folder: Any
     logits: np.ndarray
+
+
+def runnable(model):
+    """The whole model; of a Llama 4 its text part, because transformers 5.24 cannot run the whole."""
+    return model.language_model if model.config.model_type == "llama4" else model
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def case(request, tmp_path_factory):
     model = random_model(released.TEXT_PARTS[request.param], transformers.AutoModelForImageTextToText)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder, max_shard_size="40KB")
-    return Case(model, folder, logits(model, TOKENS))
+    return Case(runnable(model), folder, logits(runnable(model), TOKENS))
 
 
 wide = pytest.mark.parametrize("case", released.TEXT_PARTS, indirect=True, scope="module")
@@ -65,7 +70,7 @@ def test_the_text_part_is_written_as_a_model_of_text_alone(case, tmp_path):
     """transformers reads it with nothing missing, and with the logits of the whole model."""
     decoder = from_pretrained(case.folder)
     save_pretrained(decoder, tmp_path / "text", like=case.folder)
-    text, loading = transformers.AutoModelForCausalLM.from_pretrained(
+    text, loading = class_of(released.config_of(tmp_path / "text")).from_pretrained(
         tmp_path / "text", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(loading.values()), loading
@@ -91,6 +96,24 @@ def test_the_text_part_is_read_onto_a_mesh_and_written_from_it(case, tmp_path):
     for name, decoder in (("split", split), ("alone", alone)):
         save_pretrained(decoder, tmp_path / name, like=case.folder)
     released.assert_same_tensors(tmp_path / "split", tmp_path / "alone")
+
+
+@quiet
+@pytest.mark.parity
+@pytest.mark.wide
+def test_stacked_experts_may_be_transposed_as_qwen3_vl_was_released(tmp_path):
+    model = random_model(released.TEXT_PARTS["qwen3_vl_moe"], transformers.AutoModelForImageTextToText)
+    for name in ("model", "transposed"):
+        model.save_pretrained(tmp_path / name)
+    tensors = released.stored(tmp_path / "model").items()
+    changed = {name: np.swapaxes(value, -1, -2) if ".experts." in name else value for name, value in tensors}
+    released.write_tensors(tmp_path / "transposed", changed)
+    again = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "transposed", attn_implementation="eager"
+    )
+    np.testing.assert_array_equal(logits(again, TOKENS), logits(model, TOKENS))
+    found = [released.parameters(from_pretrained(tmp_path / name)) for name in ("model", "transposed")]
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ class RouterConfig:
     scale: float = 1.0
     least_sum: float = 1e-20
     on_input: bool = False
+    learned_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class ExpertsConfig:
     shared_dim: int | None = None  # hidden width of an MLP beside the experts that every token takes
     shared_gate: bool = False
     shared_scale: float = 1.0
+    norms: bool = False  # of router, experts and that MLP apart
     balance: float = 0.0  # coefficient of the balance loss
     dense: tuple[int, ...] = ()  # numbers of the layers with one MLP instead, from 0
     dense_dim: int | None = None  # the hidden width of these; None is mlp_dim
