@@ -6,7 +6,9 @@ A command imports what it needs only when it runs, so help and errors in a confi
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -292,9 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `verify` returns 1 for a run with a damaged checkpoint.
 
-    An error is printed as one line on standard error, ``error: ...``. If a command needs one run and
-    gets the folder of a comparison, the list of the runs in it follows. ``--traceback`` shows where the error was
-    raised.
+    An error is printed as one line on standard error, ``error: ...``, and a warning as ``warning: ...``. If a command
+    needs one run and gets the folder of a comparison, the list of the runs in it follows. ``--traceback`` shows where
+    the error was raised.
     """
     options = _parse(arguments)
     name, traceback = options.pop("command"), options.pop("traceback")
@@ -302,7 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not traceback:
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # gcsfs logs the traceback of every error it raises
     try:
-        return command(options.pop("config"), options.pop("overrides"), **options) or 0
+        with _warnings_in_lines():
+            return command(options.pop("config"), options.pop("overrides"), **options) or 0
     except Exception as error:
         if traceback or not (isinstance(error, ValueError | OSError | ImportError) or is_store_error(error)):
             raise
@@ -311,6 +314,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped" + ("; the same command resumes" if name in _RESUMABLE else ""), file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def _warnings_in_lines() -> Iterator[None]:
+    """Prints each warning in one line, without the code that it comes from."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print("warning:", in_lines(message), file=sys.stderr)
+        yield
 
 
 _RESUMABLE = ("fit", "tokenize", "compare")

@@ -9,7 +9,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_flags, check_number, check_positive, describe
+from posjax._checks import (
+    check,
+    check_choice,
+    check_count,
+    check_flag,
+    check_flags,
+    check_number,
+    check_positive,
+    describe,
+)
 from posjax._numbers import LARGEST, align_ranks
 from posjax.attention.placement import Placement
 from posjax.nn.specs import ACTIVATIONS, BIASES, Experts, Norm, Residual
@@ -22,8 +31,9 @@ _MOST_PARAMETERS = 10**16
 _LONGEST_PERIOD = 64
 """Of layers that differ in more than their schemes."""
 
-BY_LAYER = ("num_kv_heads", "head_dim", "mlp_dim")
-"""The sizes that may differ from layer to layer."""
+_SIZES = ("num_kv_heads", "head_dim", "mlp_dim")
+BY_LAYER = (*_SIZES, "keys_as_values")
+"""The fields that may differ from layer to layer."""
 
 PROJECTION_NORMS = ("none", "together", "each")
 REMAT = ("none", "dots", "offload", "attention", "full")
@@ -67,6 +77,9 @@ class DecoderConfig:
         projection_norm: a norm of queries and keys before the position method, with a gain for every channel of every
             head: ``"together"``, an RMS norm over all heads at once (OLMo 2), or ``"each"``, a LayerNorm of every head
             without a bias (Command R+). For a gain that the heads share use ``Scheme(norm=QKNorm())``.
+        keys_as_values: whether the projected keys, before any norm and rotation, are also the values, in place of a
+            projection of their own (Gemma 4); one for all layers, or a tuple with one for each.
+        value_norm: whether values are normed over each head, without a gain (Gemma 4); the eps is that of ``norm``.
         clip_qkv: queries, keys and values are cut off at this magnitude before the position method (OLMo 1).
         embedding_scale: factor of token embeddings; ``sqrt(model_dim)`` when left out. Llama and most others use 1.
         query_scale: factor of ``<phi, psi>``; ``head_dim ** -0.5`` when left out (Gemma, Granite).
@@ -107,6 +120,8 @@ class DecoderConfig:
     biases: tuple[str, ...] = ()
     embedding_norm: bool = False
     projection_norm: str = "none"
+    keys_as_values: bool | tuple[bool, ...] = False
+    value_norm: bool = False
     clip_qkv: float | None = None
     embedding_scale: float | None = None
     query_scale: float | None = None
@@ -156,13 +171,15 @@ class DecoderConfig:
             check_count("trained_length", self.trained_length)
 
     def _check_schemes(self) -> None:
-        schemes = self.layers.schemes
-        for scheme, size in set(zip(schemes, self._every("head_dim"), strict=True)):
+        parts = zip(self.layers.schemes, self._every("head_dim"), self._every("keys_as_values"), strict=True)
+        for scheme, size, shared in set(parts):
             scheme.check_direction(self.causal)
             for name in self.logit_options:
                 check(scheme.linear is None, f"{name}: linear attention has no logits for it; leave it out")
             # Raises ValueError for an odd head size, or one that the frequency rule cannot rotate.
             scheme.query_size(size), scheme.key_size(size)
+            fits = not shared or scheme.key_size(size) == size
+            check(fits, f"keys_as_values: keys of {scheme.key_size(size)} channels cannot be values of {size}")
 
     def _fill_defaults(self) -> None:
         if self.head_dim is None:
@@ -184,14 +201,14 @@ class DecoderConfig:
         for name in BY_LAYER:
             numbers = _numbers(getattr(self, name))
             for number in numbers:
-                check_size(name, name, number)
+                check_size(name, name, number) if name in _SIZES else check_flag(name, number)
             fits = len(numbers) in (1, self.num_layers)
-            check(fits, f"{name} must be one number, or one for each of {self.num_layers} layers, found {len(numbers)}")
+            check(fits, f"{name} must be one for all layers or one for each of {self.num_layers}, found {len(numbers)}")
             object.__setattr__(self, name, numbers[0] if len(set(numbers)) == 1 else numbers)
 
     def _check_total(self) -> None:
         experts = 1 if self.experts is None else self.experts.count
-        kv_heads, size, hidden = (max(_numbers(getattr(self, name))) for name in BY_LAYER)
+        kv_heads, size, hidden = (max(_numbers(getattr(self, name))) for name in _SIZES)
         layer = 2 * (self.num_heads + kv_heads) * size + (2 + self.gated) * experts * hidden
         total = self.model_dim * (self.vocab_size + self.num_layers * layer)
         sizes = f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {self.model_dim}"
@@ -277,7 +294,7 @@ class DecoderConfig:
         return tuple(patterns)
 
     def _every(self, name: str) -> tuple[int, ...]:
-        """A size of every layer."""
+        """A field of ``BY_LAYER`` for every layer."""
         numbers = _numbers(getattr(self, name))
         return numbers * self.num_layers if len(numbers) == 1 else numbers
 

@@ -6,6 +6,7 @@ trainer maps to mesh axes; see ``logical_axes``.
 
 import dataclasses
 import math
+import operator
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax._mesh import axes_of, explicit_spec, has_explicit, mesh_of
+from posjax._numbers import align_ranks
 from posjax.attention.placement import Placement
 from posjax.attention.sharded import attend_on_mesh
 from posjax.masks import Mask
@@ -33,6 +35,7 @@ from posjax.nn.parameters import (
     scheme_parameters,
     to_heads,
 )
+from posjax.norms import rms_norm
 from posjax.positions import Positions
 from posjax.scheme import Scheme
 
@@ -85,14 +88,15 @@ class Attention(nnx.Module):
         }
         self.q = into(rngs.params(), shapes["q"], ("embed", "heads", "head_dim"))
         self.k = into(rngs.params(), shapes["k"], ("embed", "kv_heads", "head_dim"))
-        self.v = into(rngs.params(), shapes["v"], ("embed", "kv_heads", "head_dim"))
+        projected = "qk" if config.keys_as_values else "qkv"
+        self.v = into(rngs.params(), shapes["v"], ("embed", "kv_heads", "head_dim")) if "v" in projected else None
         stddev = (heads * size * 2 * config.num_layers) ** -0.5
         self.o = parameter(rngs.params(), (heads, size, width), ("heads", "head_dim", "embed"), stddev)
         made = scheme.init(rngs.params(), heads, size, num_kv_heads=kv_heads, model_dim=width)
         self.learned = scheme_parameters(made)
         axes = {"q": ("heads", "head_dim"), "k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim")}
-        biased = "qkv" in config.biases
-        biases = [bias_parameter(shapes[name][1:], axes[name]) if biased else None for name in "qkv"]
+        biased = projected if "qkv" in config.biases else ""
+        biases = [bias_parameter(shapes[name][1:], axes[name]) if name in biased else None for name in "qkv"]
         self.q_bias, self.k_bias, self.v_bias = biases
         self.q_norm, self.k_norm = (projection_norm(config, shapes[name][1:], axes[name]) for name in "qk")
         self.o_bias = bias_parameter((width,), ("embed",)) if "output" in config.biases else None
@@ -174,7 +178,9 @@ class Attention(nnx.Module):
         """Queries, keys and values, before the norm of the scheme."""
         clip = self.config.clip_qkv
         weights = (self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)
-        q, k, v = (plus(to_heads(x, weight[...]), bias) for weight, bias in weights)
+        projected = [plus(to_heads(x, weight[...]), bias) for weight, bias in weights if weight is not None]
+        q, k, v = projected if self.v is not None else (*projected, projected[1])
+        v = rms_norm(v, eps=self.config.norm.eps) if self.config.value_norm else v
         q, k = (q, k) if self.q_norm is None else (self.q_norm(q), self.k_norm(k))
         return [q, k, v] if clip is None else [jnp.clip(x, -clip, clip) for x in (q, k, v)]
 
@@ -216,6 +222,7 @@ class Block(nnx.Module):
         self.mlp_norm = norm() if before and not residual.shared_norm else None
         self.mlp = (MLP if config.experts is None else ExpertsMLP)(config, rngs=rngs)
         self.mlp_after = norm() if after else None
+        self.scale = nnx.Param(jnp.ones(1, jnp.float32), logical_axes=(None,)) if residual.learned_scale else None
 
     def __call__(
         self, x: Float[Array, "batch length embed"], inputs: LayerInputs
@@ -260,7 +267,10 @@ class Block(nnx.Module):
         read = x if self.residual.parallel else with_attention
         read = normed if self.residual.shared_norm else _through(self.mlp_norm, read)
         out, load = self.mlp.with_load(read, counted)
-        return with_attention + self._scaled(_through(self.mlp_after, out)), load
+        after = with_attention + self._scaled(_through(self.mlp_after, out))
+        if self.scale is not None:
+            after = operator.mul(*align_ranks(after, self.scale[...].astype(after.dtype)))
+        return after, load
 
     def _scaled(self, x):
         return x if self.residual.scale == 1 else x * self.residual.scale

@@ -172,6 +172,7 @@ class Residual:
         first_norm: False leaves out the norm before the attention of the first layer (ModernBERT, which has a norm
             after the embedding).
         scale: factor of what is added (Granite).
+        learned_scale: whether each layer ends with a factor of x, a learned number that starts at 1 (Gemma 4).
 
     Raises:
         ValueError: for a shared norm without parallel branches that have a norm before them, and for ``first_norm``
@@ -183,6 +184,7 @@ class Residual:
     shared_norm: bool = False
     first_norm: bool = True
     scale: float = 1.0
+    learned_scale: bool = False
 
     def __post_init__(self):
         check_flags(self, "residual.")

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import posjax as pj
 from posjax import masks, nn
 from posjax.scheme import Layers, Scheme
 
@@ -55,6 +56,9 @@ def test_one_number_and_the_same_number_for_every_layer_are_equal():
         ({"num_kv_heads": (1, 2, 3, 4)}, "num_kv_heads"),
         ({"mlp_dim": (8, 8, 0, 8)}, "mlp_dim"),
         ({"experts": nn.Experts(4, 2, dense=(4,))}, "experts.dense"),
+        ({"keys_as_values": (True, False)}, "keys_as_values"),
+        ({"keys_as_values": (True, False, 1, False)}, "keys_as_values"),
+        ({"keys_as_values": True, "scheme": pj.scheme("coca-slack")}, "keys_as_values"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options, names):

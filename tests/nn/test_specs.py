@@ -70,6 +70,16 @@ CASES = {
     "parallel, after": {"norm": LAYER, "residual": Residual("after", parallel=True), "activation": "gelu-exact"},
     "no gain": {"norm": Norm("layer", 0.05, gain=False), "activation": "relu-squared", "clip_qkv": 0.7},
     "learned": {"norm": LAYER, "activation": "xielu", "projection_norm": "each", "num_layers": 1},
+    "values": {
+        "norm": Norm(eps=0.05),
+        "residual": Residual("both", learned_scale=True),
+        "biases": ("qkv",),
+        "keys_as_values": (True, False),
+        "value_norm": True,
+        "head_dim": (SIZE, 8),
+        "num_kv_heads": (1, 2),
+        "query_scale": 1.0,
+    },
     "shared": {
         "norm": LAYER,
         "residual": Residual(parallel=True, shared_norm=True),
@@ -216,7 +226,9 @@ def rotate(x):
 
 def projected(x, p, c):
     """Queries, keys and values, before they are rotated."""
-    q, k, v = (np.einsum("bte,ehd->bthd", x, p[name]) + p.get(f"{name}_bias", 0) for name in "qkv")
+    names = "qkv" if "v" in p else "qkk"
+    q, k, v = (np.einsum("bte,ehd->bthd", x, p[name]) + p.get(f"{name}_bias", 0) for name in names)
+    v = v / np.sqrt((v * v).mean(-1, keepdims=True) + c.norm.eps) if c.value_norm else v
     if c.projection_norm != "none":
         axes = (-2, -1) if c.projection_norm == "together" else (-1,)
         q, k = (norm(y, p[f"{name}_norm"], c.norm, axes) for name, y in (("q", q), ("k", k)))
@@ -252,7 +264,8 @@ def norms_of(c, first):
 def block(x, p, c, scheme, first):
     """One layer. Norms without a gain have no parameters."""
     p = p if c.norm.gain else {name: {} for name in norms_of(c, first)} | p
-    assert set(p) == norms_of(c, first) | {"attention", "mlp"}
+    scale = {"scale"} if c.residual.learned_scale else set()
+    assert set(p) == norms_of(c, first) | {"attention", "mlp"} | scale
 
     def n(name, x):
         return norm(x, p[name], c.norm) if name in p else x
@@ -261,7 +274,7 @@ def block(x, p, c, scheme, first):
     after_attention = x + c.residual.scale * n("attention_after", attention(h, p["attention"], c, scheme))
     read = x if c.residual.parallel else after_attention
     read = h if c.residual.shared_norm else n("mlp_norm", read)
-    return after_attention + c.residual.scale * n("mlp_after", mlp(read, p["mlp"], c))
+    return p.get("scale", 1) * (after_attention + c.residual.scale * n("mlp_after", mlp(read, p["mlp"], c)))
 
 
 def layers_of(p, c):

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from programs import shared_programs
 from released_models import LENGTH, TEXT, VOCABULARY, few_steps, with_changes, write_released, write_tokenizer
+from safetensors.numpy import load_file, save_file
 
 from posjax import rotary
 from posjax.coca import Coca, merge_projection
@@ -166,6 +167,28 @@ def test_evaluate_gives_the_losses_of_the_logits(released, values, measured):
     scheme = released[1].config.scheme.extend(frequencies=rotary.YaRN(2.0, LENGTH, base=500.0))
     wanted = last_nll(released[1].with_scheme(scheme), values, 64, 16)
     np.testing.assert_allclose(longer["last_nll"], wanted, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("default:.*only the text part")
+def test_a_release_that_also_sees_has_the_losses_of_its_text_part(released, values, measured, tmp_path, capsys):
+    """Training from it and exporting the run gives a model of text alone."""
+    seeing = shutil.copytree(released[0], tmp_path / "seeing")
+    inner = config_of(seeing) | {"model_type": "mistral", "sliding_window": None}
+    (seeing / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": inner}))
+    tensors = load_file(seeing / "model.safetensors")
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(tensors | {"vision_tower.norm.weight": np.ones(3, np.float32)}, seeing / "model.safetensors")
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(seeing), *measured[1:], f"output={tmp_path}"]) == 0
+    assert capsys.readouterr().err.startswith(f"warning: {seeing}: only the text part of mistral3 is read; ")
+    places = tmp_path / "seeing", Path(values["output"]) / "tiny"
+    found, wanted = (read_rows(place / "evaluation.jsonl") for place in places)
+    assert [row["last_nll"] for row in found] == [row["last_nll"] for row in wanted[:2]]
+    config = with_changes(values, init=str(seeing), name="from-seeing", train={"steps": 2})
+    with pytest.warns(UserWarning, match="only the text part of mistral3"):
+        fit(config)
+    assert cli.main(["export", str(config.directory), str(tmp_path / "exported")]) == 0
+    assert config_of(tmp_path / "exported")["model_type"] == "mistral"
 
 
 def test_results_of_different_models_are_kept_apart(released, trained, measured, tmp_path, capsys):

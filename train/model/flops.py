@@ -125,7 +125,8 @@ def product_width(layer: DecoderConfig) -> int:
         shared = matrices * (experts.shared_dim or 0) + experts.shared_gate
         hidden = experts.per_token * hidden + shared + experts.count
     queries = layer.num_heads * (scheme.query_size(size) + size)
-    return queries + layer.num_kv_heads * (scheme.key_size(size) + size) + hidden
+    values = 0 if layer.keys_as_values else size
+    return queries + layer.num_kv_heads * (scheme.key_size(size) + values) + hidden
 
 
 def _pairs(scheme: Scheme, causal: bool, length: int, documents: Counter[int]) -> float:

@@ -6,5 +6,6 @@ fsspec, gguf, huggingface_hub and tokenizers (``pip install posjax[hf]``) are im
 from posjax.nn.huggingface.load import from_pretrained
 from posjax.nn.huggingface.registry import FAMILIES, read_config
 from posjax.nn.huggingface.save import save_pretrained
+from posjax.nn.huggingface.text_parts import TEXT_PARTS
 
-__all__ = ["FAMILIES", "from_pretrained", "read_config", "save_pretrained"]
+__all__ = ["FAMILIES", "TEXT_PARTS", "from_pretrained", "read_config", "save_pretrained"]

@@ -50,7 +50,7 @@ class Family:
         activation: the key of the activation; empty if ``config.json`` has none that can be chosen.
         activations: the activations by their names under that key.
         constants: tensors of every layer that hold one number, the same in all models of the family.
-        by_layer: the sizes, of ``config.BY_LAYER``, that may differ from layer to layer.
+        by_layer: the fields, of ``config.BY_LAYER``, that may differ from layer to layer.
     """
 
     model_type: str
@@ -100,6 +100,7 @@ def sizes_of(config: DecoderConfig) -> dict[str, int]:
         "mlp": config.mlp_dim,
         "experts": 0 if config.experts is None else config.experts.count,
         "shared": 0 if config.experts is None else config.experts.shared_dim or 0,
+        "one": 1,
         "positions": getattr(config.layers.embedding, "rows", 0),
     }
 
@@ -306,7 +307,7 @@ def _comparable(name: str, config: DecoderConfig) -> Any:
         return {layer.head_dim**-0.5 if value is None else value for layer in config.every_layer}
     if isinstance(value, Scheme | Layers):
         return [_comparable_scheme(layer.scheme, layer) for layer in config.every_layer]
-    return set(value) if isinstance(value, tuple) else value
+    return set(value) if name == "biases" else value
 
 
 def _comparable_scheme(scheme: Scheme, config: DecoderConfig) -> Scheme:

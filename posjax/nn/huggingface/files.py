@@ -8,7 +8,7 @@ tensor in place, this module maps the bytes itself.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +58,11 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
+def every(tensor: str) -> bool:
+    """True: of all tensors of a folder."""
+    return True
+
+
 class TensorFolder:
     """The tensors of a folder of safetensors files, local or at a URL.
 
@@ -67,6 +72,12 @@ class TensorFolder:
 
     Args:
         path: the folder.
+        needed: says by its name whether a tensor is needed; the others are left out, and a file that by the index has
+            none that is needed may be missing.
+
+    Attributes:
+        files: the names of the files with the tensors.
+        entries: the tensors, by name.
 
     Raises:
         FileNotFoundError: if the folder or a safetensors file in it does not exist.
@@ -74,13 +85,14 @@ class TensorFolder:
             names, and for pickles, which can run code when they are read.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, needed: Callable[[str], bool] = every):
+        self._needed = needed
         self._files, self._root = open_location(path)
         with reaching(path):
             names = names_in(self._files, self._root)
         self._check_found(names)
-        files, file_of = self._wanted(names)
-        headers = [self._read_header(file) for file in files]
+        self.files, file_of = self._wanted(names)
+        headers = [self._read_header(file) for file in self.files]
         self.entries = self._merged([entries for entries, _ in headers], file_of)
         for _, aliases in headers:
             kept = {name: self.entries[other] for name, other in aliases.items() if other in self.entries}
@@ -120,7 +132,7 @@ class TensorFolder:
             return [name for name in names if name.endswith(SUFFIX)], {}
         file_of = read_json(self._files, f"{self._root}/{INDEX}").get("weight_map")
         check(isinstance(file_of, dict), f"{self._root}/{INDEX} is broken: it has no weight_map of tensors to files")
-        file_of = {name: str(file) for name, file in file_of.items()}
+        file_of = {name: str(file) for name, file in file_of.items() if self._needed(name)}
         wanted = sorted(set(file_of.values()))
         lost = [name for name in wanted if name not in names]
         check(not lost, f"{self._root}: {INDEX} names {describe(lost[0] if lost else None)}, which does not exist")
@@ -130,7 +142,7 @@ class TensorFolder:
         """The tensors of all files. Raises ValueError unless every tensor has one place."""
         entries: dict[str, Entry] = {}
         for name, entry in (item for header in headers for item in header.items()):
-            if file_of.get(name, entry.file) != entry.file:
+            if file_of.get(name, entry.file) != entry.file or not self._needed(name):
                 continue
             other = entries.setdefault(name, entry)
             check(

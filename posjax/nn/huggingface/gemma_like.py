@@ -1,9 +1,9 @@
 """Gemma: gains that are stored less one, scaled embeddings, from Gemma 2 on norms on both sides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from posjax._checks import check_positive
+from posjax._checks import check, check_positive, describe
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     FULL,
@@ -26,6 +26,7 @@ from posjax.nn.huggingface.llama_like import (
     FINAL_NORM,
     HEAD_NORMS,
     KEYS,
+    LAYER,
     default_sizes,
     llama_biases,
     llama_family,
@@ -34,6 +35,7 @@ from posjax.nn.huggingface.llama_like import (
     qkv_bias_value,
     rope_everywhere,
 )
+from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Norm, Residual
 from posjax.norms import QKNorm
 
@@ -164,4 +166,119 @@ GEMMA = llama_family(
     activations=GATED | {"gelu": "geglu"},  # the first releases say gelu and mean its approximation
 )
 
-GEMMA_LIKE = (GEMMA2, GEMMA3, GEMMA, VAULTGEMMA)
+
+# --- Gemma 4 ----------------------------------------------------------------------------------------------------------
+
+
+def _gemma4_types(values: Values) -> list[str]:
+    """transformers makes the last layer a full one, whatever config.json says."""
+    return [*layer_types(values, (SLIDING,) * 5 + (FULL,))[:-1], FULL]
+
+
+def _gemma4(values: Values) -> dict[str, Any]:
+    """Layers of two kinds of heads. The full ones may have no projection for values."""
+    embedded = values.get("hidden_size_per_layer_input", 256 if values["model_type"] == "gemma4_text" else 0)
+    why = "config.json: hidden_size_per_layer_input must be 0, because Decoder has no embeddings for each layer"
+    check(embedded == 0, f"{why}; found {describe(embedded)}")
+    types = _gemma4_types(values)
+    sizes = [_gemma4_sizes(values, n, kind) for n, kind in enumerate(types)]
+    bias = values.get("attention_bias")
+    return {
+        "residual": Residual("both", learned_scale=True),
+        "embedding_scale": values["hidden_size"] ** 0.5,
+        "query_scale": 1.0,
+        "logit_softcap": values["final_logit_softcapping"],
+        "biases": biases(qkv=bias, output=bias),
+        "head_dim": tuple(size["head_dim"] for size in sizes),
+        "num_kv_heads": tuple(size["num_key_value_heads"] for size in sizes),
+        "keys_as_values": tuple(values["attention_k_eq_v"] and kind == FULL for kind in types),
+        "value_norm": True,
+        "scheme": rope_schemes(values, types, rope_rule(values), norm=QKNorm(eps=values["rms_norm_eps"])),
+    }
+
+
+def _gemma4_sizes(values: Values, layer: int, kind: str) -> dict[str, int]:
+    """The size and the number of a layer's heads.
+
+    ``per_layer_config`` says them by the number of the layer, as transformers 5.24 writes them; older releases say them
+    for all full layers, the number of heads only if their values are keys.
+    """
+    sizes = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
+    name, by_layer = "config.json: per_layer_config", values["per_layer_config"]
+    if by_layer is not None:
+        numbered = all(map(str.isdecimal, by_layer))
+        check(numbered, f"{name} must have the numbers of layers as keys, found {describe(list(by_layer))}")
+        found = next((more for number, more in by_layer.items() if int(number) == layer), {})
+        fits = isinstance(found, Mapping) and found.keys() <= sizes.keys()
+        check(fits, f"{name} may say {' and '.join(sizes)} of a layer, found {describe(found)}")
+        return sizes | found
+    if kind != FULL:
+        return sizes
+    sizes["head_dim"] = values["global_head_dim"]
+    heads = values["num_global_key_value_heads"] if values["attention_k_eq_v"] else None
+    return sizes if heads is None else sizes | {"num_key_value_heads": heads}
+
+
+def _gemma4_values(config: DecoderConfig) -> dict[str, Any]:
+    types, window = types_of(config), window_of(config)
+    of_kind = dict(zip(types, config.every_layer, strict=True))
+    full, local = of_kind[types[-1]], of_kind.get(SLIDING, config.of_layer(0))
+    return {
+        "num_key_value_heads": local.num_kv_heads,
+        "num_global_key_value_heads": full.num_kv_heads if full.keys_as_values else None,
+        "head_dim": local.head_dim,
+        "global_head_dim": full.head_dim,
+        "attention_k_eq_v": full.keys_as_values,
+        "final_logit_softcapping": config.logit_softcap,
+        "attention_bias": "qkv" in config.biases,
+        "layer_types": types,
+        **({} if window is None else {"sliding_window": window}),
+        **layered_rope_values(config),
+    }
+
+
+def _gemma4_family(name: str, architecture: str, length: int, window: int, more: dict, **fixed: Any) -> Family:
+    return Family(
+        name,
+        architecture,
+        KEYS,
+        _gemma4,
+        lambda config: _gemma4_values(config) | more,
+        lambda config: (
+            EMBEDDING
+            | FINAL_NORM
+            | _SANDWICH
+            | projections()
+            | HEAD_NORMS
+            | {"block/scale": View(f"{LAYER}layer_scalar", "one -> one")}
+        ),
+        default_sizes(length, 9216, 4)
+        | {
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "final_logit_softcapping": None,
+            "sliding_window": window,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "attention_k_eq_v": False,
+            "per_layer_config": None,
+        },
+        {"use_bidirectional_attention": (None, "vision"), "num_kv_shared_layers": 0} | fixed,
+        activation="hidden_activation",
+        by_layer=("head_dim", "num_kv_heads", "keys_as_values"),
+    )
+
+
+GEMMA4 = _gemma4_family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    131_072,
+    512,
+    {"hidden_size_per_layer_input": 0},
+    enable_moe_block=False,
+)
+GEMMA4_UNIFIED = _gemma4_family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", 262_144, 1024, {})
+
+GEMMA_LIKE = (GEMMA2, GEMMA3, GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED)

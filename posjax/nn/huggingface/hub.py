@@ -5,6 +5,7 @@ That package downloads the files and keeps them. It reads its usual variables: `
 """
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -45,12 +46,13 @@ def pinned(path: str | Path) -> str | Path:
     return f"{model}@{_download(path, CONFIG).parent.name}"
 
 
-def on_disk(path: str | Path, tensors: bool = False) -> str | Path:
+def on_disk(path: str | Path, tensors: Callable[[str], bool] | None = None) -> str | Path:
     """The folder in the cache for a name; any other location stays as it is.
 
     Args:
         path: a name, or a location.
-        tensors: whether the tensors are downloaded too, not just ``config.json`` and the tokenizer's files.
+        tensors: says by its name whether a tensor is needed; then its file is downloaded too. When left out only
+            ``config.json`` and the tokenizer's files are.
 
     Raises as `pinned`, and FileNotFoundError for a model without safetensors.
     """
@@ -60,8 +62,8 @@ def on_disk(path: str | Path, tensors: bool = False) -> str | Path:
     folder = _download(name, CONFIG).parent
     for file in COPIED:
         _has(name, file)
-    if tensors:
-        _download_tensors(name, folder)
+    if tensors is not None:
+        _download_tensors(name, folder, tensors)
     return folder
 
 
@@ -71,8 +73,8 @@ def file_on_disk(path: str) -> str:
     return f"{on_disk(name)}/{file}" if is_name(name) and file in COPIED and not Path(path).exists() else path
 
 
-def _download_tensors(name: str, folder: Path) -> None:
-    """Downloads what `TensorFolder` reads: ``model.safetensors``, or the index and the files that it names."""
+def _download_tensors(name: str, folder: Path, needed: Callable[[str], bool]) -> None:
+    """Downloads what `TensorFolder` reads: ``model.safetensors``, or the index and the files with needed tensors."""
     if _has(name, WHOLE):
         return
     if not _has(name, INDEX):
@@ -80,7 +82,7 @@ def _download_tensors(name: str, folder: Path) -> None:
     files, root = open_location(folder)
     file_of = read_json(files, f"{root}/{INDEX}").get("weight_map")
     check(isinstance(file_of, dict), f"{name}: {INDEX} is broken: it has no weight_map of tensors to files")
-    for file in sorted(set(map(str, file_of.values()))):
+    for file in sorted({str(file) for tensor, file in file_of.items() if needed(tensor)}):
         check(_has(name, file), f"{name}: {INDEX} names {file}, which the hub does not have")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -18,11 +19,12 @@ from posjax._mesh import axes_of
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder, logical_axes
 from posjax.nn.huggingface.family import Family, sizes_of
-from posjax.nn.huggingface.files import CONFIG, Entry, TensorFolder, open_location, reaching, read_json
+from posjax.nn.huggingface.files import CONFIG, Entry, TensorFolder, every, open_location, reaching, read_json
 from posjax.nn.huggingface.hub import on_disk, pinned
 from posjax.nn.huggingface.mxfp4 import Mxfp4, is_packed
 from posjax.nn.huggingface.registry import family_of, read_config
 from posjax.nn.huggingface.stacked import split_experts
+from posjax.nn.huggingface.text_parts import TextTensors, part_of, text_values
 from posjax.nn.huggingface.views import AxisSizes, View, check_shape
 
 NO_MESH = Mesh(np.empty((), object), ())
@@ -43,30 +45,54 @@ class Source(Protocol):
         """A whole tensor, memory-mapped if possible."""
 
 
-def read_values(path: str | Path) -> dict[str, Any]:
+def read_values(path: str | Path) -> Mapping[str, Any]:
     """The values of ``config.json`` of a released model, or of the metadata of a GGUF file in the same form.
+
+    Of a release that also sees they are those of its text part, as a model of text alone would have them.
 
     Raises:
         FileNotFoundError: if the folder or the file does not exist.
-        ValueError: for a file that is not JSON.
+        ValueError: for a file that is not JSON, and for a text part that cannot be read.
     """
     if is_gguf(path):
         from posjax.nn.huggingface.gguf import GGUF
 
         return GGUF(path).values
-    files, root = open_location(on_disk(path))
-    with reaching(path):
-        return read_json(files, f"{root}/{CONFIG}")
+    return text_values(_read_config_file(path))
 
 
 def open_source(path: str | Path) -> Source:
-    """The tensors of a folder of safetensors files, or of a GGUF file."""
+    """The tensors of a folder of safetensors files, or of a GGUF file.
+
+    Of a release that also sees they are those of its text part; a warning says what is left out.
+    """
     if is_gguf(path):
         from posjax.nn.huggingface.gguf import GGUF
 
         return GGUF(path)
-    folder = TensorFolder(on_disk(path, tensors=True))
-    return Mxfp4(folder) if is_packed(folder) else folder
+    part = part_of(_read_config_file(path))
+    folder = tensor_folder(path)
+    if part is None:
+        return Mxfp4(folder) if is_packed(folder) else folder
+    left_out = f"tensors of {', '.join(part.others)} are left out"
+    warnings.warn(f"{path}: only the text part of {part.model_type} is read; {left_out}", stacklevel=3)
+    return TextTensors(folder)
+
+
+def tensor_folder(path: str | Path) -> TensorFolder:
+    """The tensors of a folder as they are named in its files, of a release that also sees only those of its text part.
+
+    Of a model at the hub their files are downloaded.
+    """
+    part = part_of(_read_config_file(path))
+    needed = every if part is None else part.has
+    return TensorFolder(on_disk(path, needed), needed)
+
+
+def _read_config_file(path: str | Path) -> dict[str, Any]:
+    files, root = open_location(on_disk(path))
+    with reaching(path):
+        return read_json(files, f"{root}/{CONFIG}")
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -97,7 +123,8 @@ def from_pretrained(
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec; a
             local GGUF file; or a name at the Hugging Face hub, ``"org/name"`` or ``"org/name@revision"`` (a branch, a
             tag or a commit), unless a local folder has that name. What is needed of it is downloaded into the cache of
-            ``huggingface_hub``. The families are those of ``nn.huggingface.FAMILIES``.
+            ``huggingface_hub``. The families are those of ``nn.huggingface.FAMILIES``. Of releases that also see, those
+            of ``nn.huggingface.TEXT_PARTS``, the text part is read, and a warning says what is left out.
         dtype: of the parameters; None for the dtypes of the files. Numbers of the files that are infinite or NaN stay.
         sharding: computes the sharding of a parameter from the logical names of its axes and its shape; see
             ``logical_axes``. When left out all parameters are on one device.

@@ -18,6 +18,7 @@ from posjax.nn.huggingface import (
     qk_norm_like,
 )
 from posjax.nn.huggingface.family import Family, check_same
+from posjax.nn.huggingface.text_parts import text_values
 
 _ALL = (*llama_like.LLAMA_LIKE, *gemma_like.GEMMA_LIKE, *olmo_like.OLMO_LIKE, *cohere_like.COHERE_LIKE)
 _ALL += (*moe_like.MOE_LIKE, *corrected_moe.CORRECTED_MOE, llama4.LLAMA4_TEXT)
@@ -29,15 +30,11 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *
 def family_of(values: Mapping[str, Any]) -> Family:
     """The family of a ``config.json``.
 
-    Raises ValueError for an unknown family, with the known ones; for models of more than text; for quantised tensors.
+    Raises ValueError for an unknown family, with the known ones, and for quantised tensors.
     """
     check("model_type" in values, "config.json lacks model_type: it is not the configuration of a released model")
     name = values["model_type"]
     quantised = values.get("quantization_config")
-    check(
-        not values.get("text_config"),
-        f"config.json: {describe(name)} reads more than text, which Decoder does not; only its text part can be read",
-    )
     check_choice("config.json: model_type", name, tuple(FAMILIES))
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
     check(
@@ -48,17 +45,19 @@ def family_of(values: Mapping[str, Any]) -> Family:
 
 
 def read_config(values: Mapping[str, Any]) -> DecoderConfig:
-    """The ``DecoderConfig`` of a ``config.json``.
+    """The ``DecoderConfig`` of a ``config.json``; of a model of more than text that of its text part.
 
     Raises:
         ValueError: for a family, an activation, a rope type or an option that ``Decoder`` does not have; for missing
             keys.
     """
+    values = text_values(values)
     family = family_of(values)
     values = {family.aliases[key]: values[key] for key in family.aliases if key in values} | values
     filled = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
     filled |= {key: None for key in (*family.defaults, *_ROPE) if key in values and values[key] is None}
-    for key, wanted in (_FIXED | dict(family.fixed)).items():
+    others = {key: wanted for key, wanted in _FIXED.items() if key not in family.defaults}
+    for key, wanted in (others | dict(family.fixed)).items():
         fits = wanted if isinstance(wanted, tuple) else (wanted,)
         setting = values.get(key, fits[0])
         why = f"config.json: {key} {describe(setting)} is an option that Decoder does not have; {fits[0]!r} would work"
@@ -77,7 +76,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 _FIXED = {"is_causal": True, "per_layer_config": None, "transformers_weights": None}
-"""Options that no family supports, each with the only value that is accepted."""
+"""Options that families without a default for them do not support, each with the only value that is accepted."""
 _NEEDED = ("vocab_size", "model_dim", "num_layers", "num_heads")
 
 
@@ -99,12 +98,12 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 """The kinds of values in ``config.json``, in words and as a test."""
 _KEYS = {
     **dict.fromkeys(("layer_types", "no_rope_layers", "mlp_layer_types", "mlp_only_layers", "moe_layers"), list),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), dict),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config", "per_layer_config"), dict),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "max_window_layers"), float),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv"), float),
     "attention_multiplier": float,
-    **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn"), int),
+    **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn", "num_global_key_value_heads"), int),
 }
 """Keys of several families whose kind does not follow from a default."""
 _ROPE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
@@ -122,6 +121,8 @@ _MAY_BE_NONE = (
     "attention_chunk_size",
     "prefix_dense_intermediate_size",
     "n_shared_experts",
+    "per_layer_config",
+    "num_global_key_value_heads",
 )
 _BY_LAYER = ("num_experts", "moe_topk")
 """Keys of numbers that may be given for each layer."""
@@ -155,7 +156,7 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """
     for name in BY_LAYER:
         fits = name in family.by_layer or not isinstance(getattr(config, name), tuple)
-        check(fits, f"{name}: the layout of {family.model_type} has one number for all layers")
+        check(fits, f"{name}: the layout of {family.model_type} has one for all layers")
     values = {key: getattr(config, field) for key, field in family.keys.items() if getattr(config, field) is not None}
     values |= {"model_type": family.model_type, "architectures": [family.architecture]}
     values |= family.write_basics(config) | family.write(config)

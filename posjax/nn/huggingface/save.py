@@ -42,6 +42,7 @@ from posjax.nn.huggingface.views import View, check_fits, overflow
 _STALE = ("rope_scaling", "rope_theta", "rope_parameters", "layer_types", "sliding_window", "torch_dtype", "dtype")
 _STALE += ("transformers_version", "quantization_config", "partial_rotary_factor", "rope_local_base_freq")
 _STALE += ("auto_map", "original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "sliding_window_pattern")
+_STALE += ("per_layer_config",)
 
 
 _LONGEST_PATH = 4096  # bytes; the name is broadcast as an array of fixed size

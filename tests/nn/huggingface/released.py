@@ -114,6 +114,30 @@ PARTIAL = rope(1e4, partial_rotary_factor=0.5)
 WHOLE_HEADS = {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 MULTIPLIERS = {"embedding_multiplier": 12, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4}
+GEMMA4 = (
+    LLAMA
+    | {
+        "model_type": "gemma4_text",
+        "initializer_range": 0.05,  # scores are not divided by the root of the size, so larger ones round more
+        "num_hidden_layers": 3,
+        "layer_types": [*MIXED[:2], "full_attention"],
+        "sliding_window": 9,
+        "attention_k_eq_v": True,
+        "global_head_dim": 20,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "use_bidirectional_attention": "vision",
+        "vocab_size_per_layer_input": VOCAB,
+        "rope_parameters": {
+            "full_attention": rope(1e6, rope_type="proportional", partial_rotary_factor=0.25),
+            "sliding_attention": rope(1e4),
+        },
+    }
+)
 # The keys of a release's config.json that change nothing here are among them.
 LATER: dict[str, dict] = {
     "ministral": LLAMA | {"model_type": "ministral", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9},
@@ -146,6 +170,7 @@ LATER: dict[str, dict] = {
     "vaultgemma": LLAMA
     | {"model_type": "vaultgemma", "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24}
     | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma4_text": GEMMA4,
     "gemma": LLAMA | {"model_type": "gemma", "attention_bias": True, "hidden_act": "gelu"},
     "olmo3": LLAMA
     | {"model_type": "olmo3", "num_hidden_layers": 5, "sliding_window": 9, "attention_bias": True}
@@ -286,6 +311,78 @@ MIXTURES: dict[str, dict] = {
 }
 LATER |= MIXTURES
 CASES |= LATER
+
+FEW = {key: value for key, value in LLAMA.items() if key not in ("pad_token_id", "bos_token_id", "eos_token_id")}
+SIGHT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGHT |= {"patch_size": 4, "image_size": 16, "head_dim": 16}
+QWEN_SIGHT = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
+QWEN_SIGHT |= {"patch_size": 4, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]}
+QWEN_TOKENS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
+MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
+GEMMA4_SIGHT = SIGHT | {"num_key_value_heads": 2, "position_embedding_size": 16}
+# The text part's keys are those of a release's config.json, in sizes for tests.
+TEXT_PARTS: dict[str, dict] = {
+    "gemma3": {
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "mm_tokens_per_image": 4,
+        # Gemma 3 4B says these keys alone; the vocabulary is smaller here.
+        "text_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "vocab_size": VOCAB}
+        | {"model_type": "gemma3_text", "sliding_window": 9, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        "vision_config": SIGHT,
+    },
+    # Gemma 4 31B has these keys, with heads of 256 and 512 channels, and its last layer is the sixth of a period.
+    "gemma4": {
+        "model_type": "gemma4",
+        "tie_word_embeddings": True,
+        "text_config": GEMMA4,
+        "vision_config": GEMMA4_SIGHT,
+    },
+    "gemma4-own-values": {
+        "model_type": "gemma4",
+        "text_config": GEMMA4
+        | {"attention_k_eq_v": False, "attention_bias": True, "num_global_key_value_heads": None}
+        | {"num_hidden_layers": 7, "layer_types": None, "use_bidirectional_attention": None},
+    },
+    "gemma4_unified": {
+        "model_type": "gemma4_unified",
+        "text_config": GEMMA4 | {"model_type": "gemma4_unified_text"},
+    },
+    "mistral3": {
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "spatial_merge_size": 2,
+        "tie_word_embeddings": False,  # transformers 4 writes none, and then means untied; transformers 5 means tied
+        "text_config": FEW | {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e9, "rms_norm_eps": 1e-5},
+        "vision_config": SIGHT,
+    },
+    "mistral3-ministral3": {
+        "model_type": "mistral3",
+        "tie_word_embeddings": True,
+        "text_config": FEW
+        | {"model_type": "ministral3", "sliding_window": None, "tie_word_embeddings": True}
+        | {"rope_parameters": LATER["ministral3"]["rope_parameters"]},
+        "vision_config": SIGHT,
+    },
+    "qwen2_vl": QWEN_TOKENS
+    | {"model_type": "qwen2_vl", "tie_word_embeddings": True, "vision_config": QWEN_SIGHT | {"embed_dim": 32}}
+    | {"text_config": WHOLE_HEADS | {"use_sliding_window": False, "max_window_layers": 2, "rope_scaling": MROPE}},
+    "qwen2_5_vl": QWEN_TOKENS
+    | {"model_type": "qwen2_5_vl", "vision_config": QWEN_SIGHT}
+    | {
+        "text_config": WHOLE_HEADS
+        | {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+        | {"rope_theta": 5e3, "rms_norm_eps": 1e-6, "rope_scaling": MROPE}
+    },
+    "qwen3_vl": QWEN_TOKENS
+    | {"model_type": "qwen3_vl", "tie_word_embeddings": True, "vision_config": QWEN_SIGHT}
+    | {
+        "text_config": FEW
+        | {"model_type": "qwen3_vl_text", "attention_bias": True, "tie_word_embeddings": True, "rope_theta": 5e6}
+        | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 2, 2], "rope_type": "default"}}
+    },
+}
+"""Releases that also see, of which the text part is read."""
 
 
 WHOLE = ("llama", "gpt_oss", "gpt_neox")

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from nn.huggingface import released
 from nn.huggingface.released import WHOLE, cases
-from nn.huggingface.theirs import TOKENS, assert_close, logits, random_model, torch, transformers
+from nn.huggingface.theirs import TOKENS, assert_close, greedy_tokens, logits, random_model, transformers
 
 from posjax import rotary
 from posjax.nn import Decoder, DecoderConfig, from_pretrained, save_pretrained
@@ -34,15 +34,6 @@ pytestmark = [
 
 PROMPT, NEW = 6, 20
 """Tokens of a prompt, and those that are picked after it."""
-
-
-def generated(model):
-    """The tokens that transformers generates with its cache; no token ends the text."""
-    model.generation_config.eos_token_id = None
-    prompt = torch.tensor(TOKENS[:, :PROMPT])
-    with torch.no_grad():
-        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW)
-    return found[:, PROMPT:].numpy()
 
 
 @nnx.jit
@@ -102,7 +93,9 @@ def test_transformers_reads_what_is_written_back(case, tmp_path):
 @pytest.mark.parametrize("case", cases("gpt_oss"), indirect=True, scope="module")
 def test_greedy_tokens_are_those_of_transformers(case):
     """For LongRoPE they stay within its original length; the test of both lengths below says why."""
-    np.testing.assert_array_equal(greedy(case.decoder, TOKENS[:, :PROMPT]), generated(case.model))
+    np.testing.assert_array_equal(
+        greedy(case.decoder, TOKENS[:, :PROMPT]), greedy_tokens(case.model, TOKENS[:, :PROMPT], NEW)
+    )
 
 
 @pytest.mark.parametrize("case", cases(*WHOLE), indirect=True, scope="module")
@@ -158,6 +151,7 @@ def test_texts_within_and_beyond_the_original_length(values, tmp_path):
 SIZES = {"vocab_size", "model_dim", "num_layers", "num_heads"}
 CHOSEN = {"granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"], "num_hidden_layers": 1}}
 CHOSEN |= {"dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
+CHOSEN |= {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 """Of families whose default model cannot be read: what a readable one says."""
 
 

@@ -1,6 +1,7 @@
 """Models by their names, from a local server that answers as the Hugging Face hub does."""
 
 import json
+import shutil
 import sys
 
 import hub
@@ -71,6 +72,21 @@ def test_only_the_files_of_the_index_are_downloaded(served, models):
     parts = set(json.loads((models[1] / index).read_text())["weight_map"].values())
     assert len(parts) > 1
     assert served.downloaded() == {"config.json", "tokenizer.json", index, *parts}
+
+
+@pytest.mark.filterwarnings("ignore:.*only the text part")
+def test_files_of_other_parts_than_text_are_not_downloaded(served, models, tmp_path):
+    folder = shutil.copytree(models[1], tmp_path / "seeing")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= {"vision_tower.norm.weight": "vision.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "vision.safetensors").write_bytes(b"not to be read")
+    (folder / "preprocessor_config.json").write_text("{}")
+    text = VALUES | {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": None}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": text}))
+    served.add("people/seeing", folder)
+    assert_same(from_pretrained("people/seeing"), models[1])
+    assert served.downloaded().isdisjoint({"vision.safetensors", "preprocessor_config.json"})
 
 
 def test_a_revision_is_a_branch_or_a_commit(served, models):

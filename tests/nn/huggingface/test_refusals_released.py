@@ -70,9 +70,14 @@ def test_a_fixed_number_may_be_missing_but_not_another_one(tmp_path):
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 STRETCHED = released.rope(1e4, rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+SMALL_TEXT, FP8 = {"hidden_size": 64}, {"quantization_config": {"quant_method": "fp8"}}
 CONFIGS = [
     ("model_type", "llama", {"model_type": "lama"}),
-    ("gemma3", "gemma3_text", {"model_type": "gemma3", "text_config": {"hidden_size": 64}}),
+    ("llava", "gemma3_text", {"model_type": "llava", "text_config": SMALL_TEXT}),
+    ("text_config", "gemma3_text", {"model_type": "gemma3"}),
+    ("text_config", "gemma3_text", {"model_type": "gemma3", "text_config": []}),
+    ("text_config.model_type", "mistral", {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}),
+    ("fp8", "mistral", {"model_type": "mistral3", "text_config": SMALL_TEXT} | FP8),
     ("gptq", "llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     ("hidden_act", "llama", {"hidden_act": "silly"}),
     ("rope_type", "llama", {"rope_parameters": released.rope(1e4, rope_type="yarm")}),
@@ -115,6 +120,14 @@ CONFIGS = [
     ("alpha", "hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1.0, "factor": 1.0}}),
     ("hidden_act", "apertus", {"hidden_act": "silu"}),
     ("rope_parameters", "gemma3_text", {"rope_parameters": released.rope(1e3)}),
+    ("hidden_size_per_layer_input", "gemma4_text", {"hidden_size_per_layer_input": ...}),
+    ("hidden_size_per_layer_input", "gemma4_text", {"hidden_size_per_layer_input": 8}),
+    ("enable_moe_block", "gemma4_text", {"enable_moe_block": True}),
+    ("num_kv_shared_layers", "gemma4_text", {"num_kv_shared_layers": 1}),
+    ("use_bidirectional_attention", "gemma4_text", {"use_bidirectional_attention": "all"}),
+    ("per_layer_config", "gemma4_text", {"per_layer_config": {"1": {"num_attention_heads": 2}}}),
+    ("per_layer_config", "gemma4_text", {"per_layer_config": {"full_attention": {"head_dim": 20}}}),
+    ("head_dim", "gemma4_text", {"per_layer_config": {"1": {"head_dim": 2.5}}}),
     ("rope_parameters", "gemma3_text", {"rope_parameters": {FULL: 3}}),
     ("attn_logit_softcapping", "gemma3_text", {"attn_logit_softcapping": 2.0}),
     ("use_bidirectional_attention", "gemma2", {"use_bidirectional_attention": True}),
@@ -212,6 +225,10 @@ DECODERS = [
     ("embedding", "gpt2", {}),
     ("to_hf", "llama", {"scheme": rope(rotary.DynamicLinear(32))}),
     ("model_type", "lama", {}),
+    ("head_dim", "llama", {"head_dim": (8, 12)}),
+    ("head_dim", "gemma4_text", {"head_dim": (8, 12)}),
+    ("keys_as_values", "llama", {"keys_as_values": True}),
+    ("value_norm", "llama", {"value_norm": True}),
     ("rope_type of phi3", "phi3", {"scheme": rope(rotary.YaRN(2.0, 16))}),
     ("long_factor", "phi3", {"scheme": rope(rotary.LongRoPE((1.0,) * 8, (2.0,) * 8, 16, factor=2.0)), "head_dim": 16}),
     # Rules that only look like a known one.

@@ -10,7 +10,7 @@ import numpy as np
 
 from posjax.nn.huggingface.files import is_local, open_location
 from posjax.nn.huggingface.hub import on_disk
-from posjax.nn.huggingface.load import is_gguf
+from posjax.nn.huggingface.load import is_gguf, tensor_folder
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
 from train.data.sources import all_documents
@@ -129,8 +129,8 @@ def digest_of_model(setup: Setup) -> str:
     Local files are read completely; at a URL the file system's own checksum of the contents is used.
     """
     config, location = setup.config, setup.config.init.path
-    files, root = open_location(on_disk(location, tensors=True))
-    names = [root] if is_gguf(location) else sorted(files.glob(f"{root}/*.safetensors"))
+    files, root = open_location(on_disk(location))
+    names = [root] if is_gguf(location) else [f"{root}/{name}" for name in tensor_folder(location).files]
     marks = [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
     return key_of([config.init.values, config.model.compute_dtype, setup.tokenizer.identity, marks])
 

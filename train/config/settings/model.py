@@ -78,6 +78,7 @@ class ResidualConfig:
     shared_norm: bool = False
     first_norm: bool = True
     scale: float = 1.0
+    learned_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class ModelConfig:
     biases: tuple[str, ...] = ()  # those of qkv, output, mlp, head that have a bias
     embedding_norm: bool = False
     projection_norm: Literal["none", "together", "each"] = "none"  # of queries and keys: over all heads, or each head
+    keys_as_values: bool | tuple[bool, ...] = False  # values are the projected keys; one for all layers or each
+    value_norm: bool = False  # of values over each head
     clip_qkv: float | None = None  # queries, keys and values are cut off at this magnitude
     embedding_scale: float | None = None  # None is sqrt(model_dim)
     query_scale: float | None = None  # None is head_dim ** -0.5
