@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from posjax._checks import check
+from posjax._checks import check, describe
 from posjax.nn.config import DecoderConfig
 from posjax.nn.huggingface.family import (
     FULL,
@@ -39,6 +39,7 @@ from posjax.nn.huggingface.llama_like import (
     windowed,
 )
 from posjax.nn.huggingface.olmo_like import AFTER, norms_of_all_heads
+from posjax.nn.huggingface.qk_norm_like import HUNYUAN_NORMS, normed_last
 from posjax.nn.huggingface.views import View
 from posjax.nn.specs import Experts, Norm, Residual, Router
 from posjax.norms import QKNorm
@@ -421,6 +422,38 @@ GRANITE_MOE_SHARED = Family(
     inside=_GRANITE_INSIDE,
 )
 
+# --- Hunyuan ----------------------------------------------------------------------------------------------------------
+
+
+def _same_in_all(values: Values, key: str) -> int:
+    """A number that may be given for each layer. Raises ValueError for numbers that differ."""
+    given = values[key]
+    numbers = set(given) if isinstance(given, list | tuple) else {given}
+    check(len(numbers) == 1, f"config.json: {key} must be one number for all layers, found {describe(given)}")
+    return numbers.pop()
+
+
+HUNYUAN_MOE = Family(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    KEYS,
+    lambda values: (
+        normed_last(values, gain=True)
+        | mixture(
+            dict(values) | {key: _same_in_all(values, key) for key in ("num_experts", "moe_topk")},
+            "num_experts",
+            per_token="moe_topk",
+            shared_dim=values["intermediate_size"],
+        )
+    ),
+    lambda config: qkv_bias_value(config) | mixture_values(config, "num_experts", "moe_topk") | rope_values(config),
+    mixture_tensors(
+        experts_apart() | router("mlp.gate.wg.weight") | shared_mlp("mlp.shared_mlp.") | HUNYUAN_NORMS,
+    ),
+    LLAMA_DEFAULTS | default_sizes(2048, 11008) | {"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1},
+    aliases={"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
+)
+
 # --- Cohere -----------------------------------------------------------------------------------------------------------
 
 
@@ -504,5 +537,6 @@ MOE_LIKE = (
     FLEX_OLMO,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
+    HUNYUAN_MOE,
     COHERE2_MOE,
 )

@@ -26,7 +26,7 @@ from posjax.norms import QKNorm
 from posjax.scheme import Scheme
 
 
-def _normed_last(values: Values, *, gain: bool) -> Scheme:
+def _rope_then_norm(values: Values, *, gain: bool) -> Scheme:
     """RoPE, then a norm of each head. Raises ValueError for a rule with a temperature, which the norm would remove."""
     factor = rope_rule(values).table_factor
     why = "queries and keys are normed after their rotation, which removes it; attention_factor 1.0 would work"
@@ -34,13 +34,13 @@ def _normed_last(values: Values, *, gain: bool) -> Scheme:
     return rope_everywhere(values, norm=QKNorm(gain=gain, eps=values["rms_norm_eps"], after_features=True))
 
 
-def _attention(values: Values, *, gain: bool) -> dict[str, Any]:
-    return {"biases": llama_biases(values)["biases"], "scheme": _normed_last(values, gain=gain)}
+def normed_last(values: Values, *, gain: bool) -> dict[str, Any]:
+    return {"biases": llama_biases(values)["biases"], "scheme": _rope_then_norm(values, gain=gain)}
 
 
 # --- Hunyuan ----------------------------------------------------------------------------------------------------------
 
-_HUNYUAN_NORMS = {
+HUNYUAN_NORMS = {
     f"block/attention/learned/norm/{ours}": View(f"{LAYER}self_attn.{theirs}_layernorm.weight", "size -> size")
     for ours, theirs in (("q", "query"), ("k", "key"))
 }
@@ -48,10 +48,10 @@ _HUNYUAN_NORMS = {
 HUNYUAN = llama_family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
-    lambda values: _attention(values, gain=True),
+    lambda values: normed_last(values, gain=True),
     lambda config: qkv_bias_value(config) | rope_values(config),
     default_sizes(2048, 11008) | {"rms_norm_eps": 1e-5},
-    lambda config: llama_tensors(config) | _HUNYUAN_NORMS,
+    lambda config: llama_tensors(config) | HUNYUAN_NORMS,
 )
 
 # --- nanochat ---------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ NANOCHAT = llama_family(
     "nanochat",
     "NanoChatForCausalLM",
     lambda values: (
-        _attention(values, gain=False) | {"embedding_norm": True, "logit_softcap": values["final_logit_softcapping"]}
+        normed_last(values, gain=False) | {"embedding_norm": True, "logit_softcap": values["final_logit_softcapping"]}
     ),
     lambda config: qkv_bias_value(config) | {"final_logit_softcapping": config.logit_softcap} | rope_values(config),
     default_sizes(2048, 8192) | {"hidden_act": "relu2", "final_logit_softcapping": 15.0},

@@ -155,6 +155,8 @@ _MAY_BE_NONE = (
     "prefix_dense_intermediate_size",
     "n_shared_experts",
 )
+_BY_LAYER = ("num_experts", "moe_topk")
+"""Keys of numbers that may be given for each layer."""
 _FROM_ZERO = ("first_k_dense_replace", "num_shared_experts", "n_shared_experts", "moe_num_shared_experts")
 _FROM_ZERO += ("shared_intermediate_size", "moe_layer_start_index", "moe_layer_end_index", "sliding_window")
 """Keys of numbers that may be 0, and one that may be -1."""
@@ -164,6 +166,8 @@ def _check_kinds(family: Family, given: Mapping[str, Any]) -> None:
     """Raises ValueError, with the key, for a value of the wrong kind, or a size beyond any machine."""
     kinds = {key: type(value) for key, value in family.defaults.items() if value is not None}
     for key, kind in (kinds | dict.fromkeys(family.keys, int) | {"tie_word_embeddings": bool} | _KEYS).items():
+        if key in _BY_LAYER and isinstance(given.get(key), list | tuple):
+            continue
         if key not in given or (given[key] is None and key in _MAY_BE_NONE):
             continue
         if key in _FROM_ZERO and type(given[key]) is int and -1 <= given[key] <= 0:

@@ -336,6 +336,8 @@ MIXTURES: dict[str, dict] = {
     | {"model_type": "mellum", "num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9}
     | {"moe_intermediate_size": 40, "mlp_layer_types": ["dense", "sparse", "sparse"]}
     | {"rope_parameters": {"full_attention": rope(1e6), "sliding_attention": rope(1e4)}},
+    "hunyuan_v1_moe": LLAMA
+    | {"model_type": "hunyuan_v1_moe", "num_experts": 6, "moe_topk": [2, 2], "attention_bias": True},
     "ernie4_5_moe": LLAMA
     | {"model_type": "ernie4_5_moe", "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 2}
     | {"moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
