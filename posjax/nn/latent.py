@@ -100,26 +100,26 @@ class LatentAttention(Attention):
         rotated = self.config.latent.rotated
         absorbed = jnp.einsum("bthd,rhd->bthr", q[..., rotated:], self.k[...].astype(q.dtype))
         q = jnp.concatenate([q[..., :rotated], absorbed], axis=-1)
-        read = partial(_with_values, rotated)
-        out, cache = self.scheme.decode(q, stored, None, cache, read=read, **arguments)
-        return jnp.einsum("bthr,rhd->bthd", out, self.v[...].astype(out.dtype)), cache
+        out, cache = self.scheme.decode(q, stored, None, cache, read=_as_values, **arguments)
+        return jnp.einsum("bthr,rhd->bthd", out[..., rotated:], self.v[...].astype(out.dtype)), cache
 
     def _expands(self, tokens: int) -> bool:
         """Whether expanding the keys of a long cache takes less time than wider scores and sums for these tokens.
 
         Both cost ``rank (unrotated + value)`` for each token that they expand or absorb; a pair of a query and a key
-        costs ``rotated + 2 rank`` absorbed, and ``rotated + unrotated + value`` expanded. A symbolic number of tokens
+        costs ``2 (rotated + rank)`` absorbed, and ``rotated + unrotated + value`` expanded. A symbolic number of tokens
         counts as few.
         """
         spec = self.config.latent
         expanded = spec.unrotated + spec.value
-        return isinstance(tokens, int) and tokens * (2 * spec.rank - expanded) > spec.rank * expanded
+        saved = 2 * spec.stored - spec.rotated - expanded
+        return isinstance(tokens, int) and tokens * saved > spec.rank * expanded
 
 
 def _product(x, matrix: nnx.Param, bias: nnx.Param | None):
     return plus(x @ matrix[...].astype(x.dtype), bias)
 
 
-def _with_values(rotated: int, stored):
-    """The stored keys as keys and as values."""
-    return stored, stored[..., rotated:]
+def _as_values(stored):
+    """The stored keys as keys and as values. A value without the rotated key would be a copy of the cache."""
+    return stored, stored

@@ -110,10 +110,12 @@ class NTKByParts(OfFactor):
         check_number("beta_slow", self.beta_slow)
         check_number("beta_fast", self.beta_fast)
         check(
-            0 < self.beta_slow < self.beta_fast,
-            f"beta_fast must be above beta_slow and both positive, found {self.beta_fast} and {self.beta_slow}",
+            0 < self.beta_slow <= self.beta_fast,
+            f"beta_fast must be at least beta_slow and both positive, found {self.beta_fast} and {self.beta_slow}",
         )
         check_choice("ramp", self.ramp, ("index", "rotations"))
+        ramps = self.ramp == "index" or self.beta_slow < self.beta_fast
+        check(ramps, f"beta_fast must be above beta_slow for the ramp 'rotations', found {self.beta_fast} for both")
 
     def _kept(self, inverse_frequencies: np.ndarray) -> np.ndarray:
         """gamma_t: the share of each frequency that is kept."""

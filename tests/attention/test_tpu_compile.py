@@ -164,7 +164,7 @@ def test_forward_and_backward_in_memory_linear_in_the_length(chip, name, tokens)
         ("alibi", SHORT, {"mapped": 3}),
         # Latent attention of DeepSeek V3: expanded, and absorbed over one key head.
         *((name, SHORT, {"size": 192, "value_size": 128}) for name in ("causal", "rerope")),
-        ("causal", SHORT, {"heads": 16, "kv_heads": 1, "size": 576, "value_size": 512, "backward": False}),
+        ("causal", SHORT, {"heads": 16, "kv_heads": 1, "size": 576, "backward": False}),
     ],
 )
 def test_every_form_of_bias_and_branches_size_and_length(chip, name, tokens, options):

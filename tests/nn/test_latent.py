@@ -22,7 +22,7 @@ from posjax.layout import Layout
 from posjax.nn import Decoder, DecoderConfig, Latent, LatentAttention, Norm
 from posjax.scheme import Scheme
 
-# Five tokens at once are expanded, up to four are absorbed.
+# Three tokens at once are expanded, one or two are absorbed.
 LATENT = Latent(rank=12, rotated=8, unrotated=2, value=4, query_rank=10, norm=Norm(eps=1e-3))
 YARN = rotary.YaRN(4.0, 8, mscale=0.7, mscale_all_dim=1.2)
 

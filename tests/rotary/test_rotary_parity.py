@@ -28,6 +28,7 @@ SCALINGS = {
     "yarn, mscales": {"factor": 40.0, "original_max_position_embeddings": 256, "mscale": 1.0, "mscale_all_dim": 0.707},
     "yarn, attention factor": YARN | {"attention_factor": 1.25},
     "yarn, betas": YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
+    "yarn, equal betas": YARN | {"beta_fast": 1.0, "beta_slow": 1.0},  # Kimi K2
     "longrope": {"original_max_position_embeddings": 1024, **LISTS},
     "longrope, factor": {"original_max_position_embeddings": 1024, "factor": 8.0, **LISTS},
     "llama3": LLAMA3,

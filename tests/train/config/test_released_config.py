@@ -9,7 +9,7 @@ from released_models import LENGTH, TEXT, VOCABULARY, few_steps, with_changes, w
 
 import posjax as pj
 from posjax import rotary
-from posjax.nn import Norm, Residual, from_pretrained, save_pretrained
+from posjax.nn import Latent, Norm, Residual, from_pretrained, save_pretrained
 from train.config import dump, parse, parse_text
 from train.data.tokenizer import load_tokenizer
 from train.model.build import Setup, check_model, evaluated_scheme, scheme_of
@@ -62,6 +62,15 @@ def test_a_part_of_a_norm_leaves_the_rest_as_the_model_has_it(values, tmp_path):
     write_released(tmp_path, residual=Residual(scale=0.5))
     config = with_changes(values, init=str(tmp_path), model={"residual": {"norm": "before"}})
     assert config.model.residual.scale == 0.5
+
+
+def test_latent_attention_comes_from_the_model(values, tmp_path):
+    sizes = {"num_kv_heads": None, "head_dim": None}
+    latent = write_released(tmp_path, latent=Latent(24, 8, 12, 10, query_rank=20), **sizes).config.latent
+    config = with_changes(values, init=str(tmp_path))
+    assert Setup(config).decoder.latent == latent
+    assert parse_text(dump(config), "config.yaml").model == config.model
+    refused("model.latent", lambda: with_changes(values, init=str(tmp_path), model={"latent": {"rank": 23}}))
 
 
 def test_contradictions_are_refused_by_name(released, values, tmp_path):
