@@ -36,7 +36,6 @@ _SIZES = ("num_kv_heads", "head_dim", "mlp_dim")
 BY_LAYER = (*_SIZES, "keys_as_values")
 """The fields that may differ from layer to layer."""
 
-PROJECTION_NORMS = ("none", "together", "each")
 REMAT = ("none", "dots", "offload", "attention", "full")
 
 
@@ -71,16 +70,17 @@ class DecoderConfig:
             ``"reglu"``, ``"swiglu-clamped"``. Plain: ``"gelu"``, ``"gelu-exact"``, ``"silu"``, ``"relu"``,
             ``"relu-squared"``, ``"xielu"`` (with two learned numbers in every layer, Apertus).
         experts: a mixture of MLPs instead of one MLP; ``mlp_dim`` is then the hidden width of each expert.
-        norm: of the residual stream, and with ``projection_norm`` of queries and keys.
+        norm: of the residual stream, and with ``projection_norm`` or ``head_norms`` of queries and keys.
         latent: multi-head latent attention (DeepSeek V2). Every query head has its own keys and values; ``"qkv"`` in
             ``biases`` are biases of the latents and of the rotated key.
         residual: where the norms are, and how attention and MLP are added.
         biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"gate"`` (of ``attention_gate``),
             ``"mlp"`` and ``"head"``.
         embedding_norm: whether a norm follows the embedding (BLOOM).
-        projection_norm: a norm of queries and keys before the position method, with a gain for every channel of every
-            head: ``"together"``, an RMS norm over all heads at once (OLMo 2), or ``"each"``, a LayerNorm of every head
-            without a bias (Command R+). For a gain that the heads share use ``Scheme(norm=QKNorm())``.
+        projection_norm: whether queries and keys are normed over all heads together, before the position method, with a
+            gain for every channel of every head (OLMo 2).
+        head_norms: the same with a LayerNorm of every head, without a bias (Command R+). For a gain that the heads
+            share use ``Scheme(norm=QKNorm())``.
         keys_as_values: whether the projected keys, before any norm and rotation, are also the values, in place of a
             projection of their own (Gemma 4); one for all layers, or a tuple with one for each.
         value_norm: whether values are normed over each head, without a gain (Gemma 4); the eps is that of ``norm``.
@@ -128,7 +128,8 @@ class DecoderConfig:
     residual: Residual = dataclasses.field(default=Residual())
     biases: tuple[str, ...] = ()
     embedding_norm: bool = False
-    projection_norm: str = "none"
+    projection_norm: bool = False
+    head_norms: bool = False
     keys_as_values: bool | tuple[bool, ...] = False
     value_norm: bool = False
     attention_gate: str | None = None
@@ -177,9 +178,9 @@ class DecoderConfig:
     def _check_numbers(self) -> None:
         for name in self.biases:
             check_choice("biases", name, BIASES)
-        check_choice("projection_norm", self.projection_norm, PROJECTION_NORMS)
-        fits = self.projection_norm != "each" or self.norm.kind == "layer"
-        check(fits, "projection_norm: 'each' is a LayerNorm of every head, as norm must be; use norm.kind layer")
+        fits = not self.head_norms or self.norm.kind == "layer"
+        check(fits, "head_norms: it is a LayerNorm of every head, as norm must be; use norm.kind layer")
+        check(not (self.head_norms and self.projection_norm), "head_norms does not go with projection_norm; use one")
         check_number("logit_scale", self.logit_scale)
         for name in ("embedding_scale", "query_scale"):
             check_number(name, 1 if getattr(self, name) is None else getattr(self, name))
@@ -196,7 +197,8 @@ class DecoderConfig:
             check(
                 found in (None, size), f"{name} must be {size} with this latent attention, found {found}; leave it out"
             )
-        check(self.projection_norm == "none", "projection_norm: the latents have norms of their own; leave it out")
+        for name in ("projection_norm", "head_norms"):
+            check(not getattr(self, name), f"{name}: the latents have norms of their own; leave it out")
         for name in ("keys_as_values", "value_norm"):
             check(getattr(self, name) is False, f"{name}: latent attention has values of its own; leave it out")
         check(self.clip_qkv is None, "clip_qkv: latent attention clips nothing; leave it out")

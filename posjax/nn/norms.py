@@ -67,12 +67,10 @@ def make_norm(size: int, spec: Norm) -> RMSNorm | LayerNorm:
 
 
 def projection_norm(config: DecoderConfig, shape: tuple[int, ...], axes: tuple[str, ...]) -> RMSNorm | LayerNorm | None:
-    """The norm of queries or keys ``[..., heads, size]`` by ``config.projection_norm``."""
-    if config.projection_norm == "none":
-        return None
-    if config.projection_norm == "together":
-        return RMSNorm(shape, axes, config.norm)
-    return LayerNorm(shape, axes, dataclasses.replace(config.norm, bias=False))
+    """The norm of queries or keys ``[..., heads, size]``, if the config has one."""
+    if config.head_norms:
+        return LayerNorm(shape, axes, dataclasses.replace(config.norm, bias=False))
+    return RMSNorm(shape, axes, config.norm) if config.projection_norm else None
 
 
 def _gain(shape: tuple[int, ...], axes: tuple[str, ...], spec: Norm) -> nnx.Param | None:

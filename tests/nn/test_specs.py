@@ -42,7 +42,7 @@ CASES = {
         "norm": Norm(eps=0.05, unit_offset=True),
         "residual": Residual("after"),
         "activation": "geglu",
-        "projection_norm": "together",
+        "projection_norm": True,
         "attention_softcap": 0.8,
         "logit_softcap": 1.5,
         "logit_scale": 2.0,
@@ -71,7 +71,7 @@ CASES = {
     },
     "parallel, after": {"norm": LAYER, "residual": Residual("after", parallel=True), "activation": "gelu-exact"},
     "no gain": {"norm": Norm("layer", 0.05, gain=False), "activation": "relu-squared", "clip_qkv": 0.7},
-    "learned": {"norm": LAYER, "activation": "xielu", "projection_norm": "each", "num_layers": 1},
+    "learned": {"norm": LAYER, "activation": "xielu", "head_norms": True, "num_layers": 1},
     "values": {
         "norm": Norm(eps=0.05),
         "residual": Residual("both", learned_scale=True),
@@ -93,7 +93,7 @@ CASES = {
     "shared, both": {
         "residual": Residual("both", parallel=True, shared_norm=True, scale=0.5),
         "activation": "relu",
-        "projection_norm": "together",
+        "projection_norm": True,
         "biases": ("qkv",),
         "embedding_norm": True,
     },
@@ -231,8 +231,8 @@ def projected(x, p, c):
     names = "qkv" if "v" in p else "qkk"
     q, k, v = (np.einsum("bte,ehd->bthd", x, p[name]) + p.get(f"{name}_bias", 0) for name in names)
     v = v / np.sqrt((v * v).mean(-1, keepdims=True) + c.norm.eps) if c.value_norm else v
-    if c.projection_norm != "none":
-        axes = (-2, -1) if c.projection_norm == "together" else (-1,)
+    if c.projection_norm or c.head_norms:
+        axes = (-1,) if c.head_norms else (-2, -1)
         q, k = (norm(y, p[f"{name}_norm"], c.norm, axes) for name, y in (("q", q), ("k", k)))
     return (q, k, v) if c.clip_qkv is None else tuple(np.clip(y, -c.clip_qkv, c.clip_qkv) for y in (q, k, v))
 

@@ -85,6 +85,7 @@ WHOLE = {
     "norm": Norm("layer", bias=True),
     "residual": Residual("both"),
     "biases": BIASES,
+    "attention_gate": "head",
     "embedding_norm": True,
     "tied_head": False,
 }
@@ -95,7 +96,7 @@ def test_matrices_start_at_the_inverse_root_of_their_inputs():
     sizes = {"vocab_size": 500, "model_dim": 64, "mlp_dim": 96, "num_layers": 3}
     settings = config(preset("rope"), experts=Experts(4, 2), **WHOLE, **sizes)
     start = nnx.to_pure_dict(nnx.state(nnx.jit(lambda: Decoder(settings, rngs=nnx.Rngs(0)))()))
-    deviations = dict.fromkeys(("embed", "head", "q", "k", "v", "up", "gate", "router"), 1 / 8)
+    deviations = dict.fromkeys(("embed", "head", "q", "k", "v", "up", "gate", "router", "weight"), 1 / 8)
     deviations |= {"o": (64 * 2 * 3) ** -0.5, "down": (96 * 2 * 3) ** -0.5}
     for path, leaf in jax.tree.leaves_with_path(start):
         name = jax.tree_util.keystr(path[-1:], simple=True)
@@ -112,7 +113,7 @@ def test_matrices_start_at_the_inverse_root_of_their_inputs():
 
 def test_axes_have_names():
     """A trainer splits parameters by these names."""
-    settings = config(pj.scheme("alibi", learned=True), projection_norm="together", **WHOLE)
+    settings = config(pj.scheme("alibi", learned=True), projection_norm=True, **WHOLE)
     model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0)))
     names = logical_axes(model)
     jax.tree.map(lambda leaf, axes: chex.assert_rank(leaf, len(axes)), nnx.to_pure_dict(nnx.state(model)), names)

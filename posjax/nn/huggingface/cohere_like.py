@@ -52,11 +52,6 @@ def _family(
     return Family(name, architecture, KEYS, read, write, tensors, defaults, **({"eps": "layer_norm_eps"} | options))
 
 
-def _each_head(normed: bool) -> str:
-    """``projection_norm`` of models whose queries and keys may be normed."""
-    return "each" if normed else "none"
-
-
 # --- Cohere -----------------------------------------------------------------------------------------------------------
 
 
@@ -105,9 +100,9 @@ COHERE = _family(
     "CohereForCausalLM",
     lambda values: (
         _cohere(values)
-        | {"projection_norm": _each_head(values["use_qk_norm"]), "scheme": rope_everywhere(values, "interleaved")}
+        | {"head_norms": values["use_qk_norm"], "scheme": rope_everywhere(values, "interleaved")}
     ),
-    lambda config: _cohere_values(config) | {"use_qk_norm": config.projection_norm == "each"},
+    lambda config: _cohere_values(config) | {"use_qk_norm": config.head_norms},
     _cohere_tensors,
     _COHERE_DEFAULTS | {"use_qk_norm": False},
     norm=Norm("layer"),
@@ -141,7 +136,7 @@ def _stablelm(values: Values) -> dict[str, Any]:
     parallel = values["use_parallel_residual"]
     return {
         "biases": biases(qkv=values["use_qkv_bias"]),
-        "projection_norm": _each_head(values["qk_layernorm"]),
+        "head_norms": values["qk_layernorm"],
         "residual": Residual(parallel=parallel, shared_norm=parallel),
         "scheme": rope_everywhere(values),
     }
@@ -149,7 +144,7 @@ def _stablelm(values: Values) -> dict[str, Any]:
 
 def _stablelm_values(config: DecoderConfig) -> dict[str, Any]:
     return partial_rope_values(config) | {
-        "qk_layernorm": config.projection_norm == "each",
+        "qk_layernorm": config.head_norms,
         "use_parallel_residual": config.residual.parallel,
         "use_qkv_bias": "qkv" in config.biases,
     }

@@ -310,7 +310,7 @@ def _minimax(values: Values) -> dict[str, Any]:
     if values.get("rotary_dim") and values.get("partial_rotary_factor") is None:
         values = dict(values) | {"partial_rotary_factor": values["rotary_dim"] / values["head_dim"]}
     chooses = Router("sigmoid", correction=True)
-    return {"projection_norm": "together", "scheme": rope_everywhere(values)} | mixture(
+    return {"projection_norm": True, "scheme": rope_everywhere(values)} | mixture(
         values, "num_local_experts", router=chooses
     )
 

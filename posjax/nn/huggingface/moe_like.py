@@ -306,7 +306,7 @@ MELLUM = Family(
 def _olmo(values: Values) -> dict[str, Any]:
     return {
         "biases": llama_biases(values)["biases"],
-        "projection_norm": "together",
+        "projection_norm": True,
         "scheme": rope_everywhere(values),
     } | mixture(values, "num_experts", router=Router(normalized=values["norm_topk_prob"]))
 

@@ -56,7 +56,7 @@ def _olmo_tensors(config: DecoderConfig) -> dict[str, View]:
 
 
 def _olmo(values: Values) -> dict[str, Any]:
-    return {"biases": llama_biases(values)["biases"], "residual": Residual("after"), "projection_norm": "together"}
+    return {"biases": llama_biases(values)["biases"], "residual": Residual("after"), "projection_norm": True}
 
 
 OLMO2 = llama_family(

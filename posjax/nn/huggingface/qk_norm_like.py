@@ -35,6 +35,7 @@ def _rope_then_norm(values: Values, *, gain: bool) -> Scheme:
 
 
 def normed_last(values: Values, *, gain: bool) -> dict[str, Any]:
+    """The fields of RoPE with a norm of each head after it; see ``_rope_then_norm``."""
     return {"biases": llama_biases(values)["biases"], "scheme": _rope_then_norm(values, gain=gain)}
 
 

@@ -76,7 +76,7 @@ CONFIGS = [
     ("llava", "gemma3_text", {"model_type": "llava", "text_config": SMALL_TEXT}),
     ("text_config", "gemma3_text", {"model_type": "gemma3"}),
     ("text_config", "gemma3_text", {"model_type": "gemma3", "text_config": []}),
-    ("text_config.model_type", "mistral", {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}),
+    ("text_config.model_type", "mistral", {"model_type": "mistral3", "text_config": {"model_type": "gemma"}}),
     ("fp8", "mistral", {"model_type": "mistral3", "text_config": SMALL_TEXT} | FP8),
     ("gptq", "llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     ("hidden_act", "llama", {"hidden_act": "silly"}),
@@ -282,7 +282,7 @@ FIRST = {
     "qwen3": {"scheme": pj.scheme("rope", norm=norms.QKNorm())},
     "smollm3": {"scheme": pj.Layers((((pj.scheme("rope"), pj.Scheme()), 1),))},
     "granite": {"logit_scale": 0.5},
-    "olmo2": {"residual": Residual("after"), "projection_norm": "together"},
+    "olmo2": {"residual": Residual("after"), "projection_norm": True},
     "phi3": {"scheme": rope(rotary.Plain(partial_rotary_factor=0.5))},
     "gpt2": {"scheme": pj.scheme("learned", max_length=16), "norm": Norm("layer", bias=True)}
     | {"activation": "gelu", "biases": ("mlp", "qkv", "output")},

@@ -203,7 +203,7 @@ EVERYTHING = {
 }
 RMS = {
     "num_kv_heads": 1,
-    "projection_norm": "together",
+    "projection_norm": True,
     "norm": {"unit_offset": True},
     "residual": {"norm": "after"},
     "embedding_scale": 1.0,

@@ -119,7 +119,7 @@ def test_parameters_are_the_matrices_of_the_model(name, options, more):
 @pytest.mark.parametrize(("activation", "matrices"), [("geglu", 3), ("gelu-exact", 2), ("relu", 2)])
 def test_gates_count_as_a_third_matrix_and_biases_and_norms_do_not_count(activation, matrices):
     """Of a mixture of five experts a token uses two; its router has a column for each of the five."""
-    options = {"biases": ("qkv", "output", "mlp", "head"), "projection_norm": "together", "embedding_norm": True}
+    options = {"biases": ("qkv", "output", "mlp", "head"), "projection_norm": True, "embedding_norm": True}
     config = DecoderConfig(260, 3, 24, 4, mlp_dim=40, activation=activation, **options)
     assert product_parameters(config) == 24 * (3 * (4 * 24 + matrices * 40) + 260)
     config = DecoderConfig(260, 3, 24, 4, mlp_dim=40, activation=activation, experts=Experts(5, 2))

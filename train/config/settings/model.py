@@ -126,7 +126,8 @@ class ModelConfig:
     residual: ResidualConfig = field(default_factory=ResidualConfig)
     biases: tuple[str, ...] = ()  # those of qkv, output, gate, mlp, head that have a bias
     embedding_norm: bool = False
-    projection_norm: Literal["none", "together", "each"] = "none"  # of queries and keys: over all heads, or each head
+    projection_norm: bool = False  # of queries and keys over all heads together
+    head_norms: bool = False  # a LayerNorm of every head of queries and keys
     keys_as_values: bool | tuple[bool, ...] = False  # values are the projected keys; one for all layers or each
     value_norm: bool = False  # of values over each head
     attention_gate: Literal["elementwise", "head"] | None = None  # what multiplies the outputs of attention's heads
