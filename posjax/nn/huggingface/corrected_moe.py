@@ -123,6 +123,7 @@ GLM4_MOE = Family(
         qkv_bias_value(config)
         | {"use_qk_norm": config.layers.schemes[0].norm is not None, "first_k_dense_replace": first_dense(config)}
         | _groups_values(config)
+        | balance_value(config)  # that of GLM-4.5V
         | partial_rope_values(config)
     ),
     _GROUPS_TENSORS,

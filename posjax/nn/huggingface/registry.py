@@ -92,7 +92,7 @@ def read_config(values: Mapping[str, Any]) -> DecoderConfig:
     fields = {field: filled[key] for key, field in family.keys.items() if filled.get(key) is not None}
     size = fields["model_dim"] // fields["num_heads"]
     check(
-        "head_dim" in fields or filled.get("head_dim", size) == size,
+        "head_dim" in fields or filled.get("head_dim") in (None, size),
         f"config.json: head_dim must be {size} for {family.model_type}, found {describe(filled.get('head_dim'))}; "
         "leave it out",
     )

@@ -14,6 +14,7 @@ from posjax.nn.huggingface.files import TensorFolder
 
 _PREFIXES = {
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
@@ -46,8 +47,8 @@ class TextPart:
     def values(self, values: Values) -> dict[str, Any]:
         """The text part's ``config.json``, as a model of its family would have it.
 
-        Whether embedding and head are tied is read in ``text_config`` first, where transformers 4 has it, and special
-        tokens outside first, where releases list all end tokens.
+        Embedding and head are tied if ``text_config`` says so, where transformers 4 has it, or the keys outside, where
+        transformers 5 has it. Special tokens are read outside first, where releases list all end tokens.
 
         Raises ValueError without a ``text_config``, and for one of another family.
         """
@@ -60,7 +61,7 @@ class TextPart:
         check_choice(f"{name}.model_type", kind, tuple(self.families))
         outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
         tokens = {key: values[key] for key in _TOKENS if values.get(key) is not None}
-        if self.tied_outside:
+        if self.tied_outside or outer.get("tie_word_embeddings") is True:
             inner = {key: value for key, value in inner.items() if key != "tie_word_embeddings"}
         return {**self.defaults, **outer, **inner, **tokens, "model_type": self.families[kind]}
 
@@ -69,7 +70,7 @@ class TextPart:
         return tensor.removeprefix("model.").partition(".")[0] not in self.others
 
 
-def _qwen(model_type: str, family: str, defaults: Values, **options: bool) -> TextPart:
+def _mrope(model_type: str, family: str, defaults: Values, **options: bool) -> TextPart:
     """Positions of text are the same on all axes of M-RoPE (Qwen2-VL, arXiv 2409.12191), which is then RoPE."""
     return TextPart(model_type, {f"{model_type}_text": family}, ("visual",), defaults, **options)
 
@@ -90,31 +91,50 @@ _QWEN3_VL_EXPERTS = {
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
 }
+
+
+def _same(model_type: str, families: Sequence[str], others: Sequence[str], defaults: Values | None = None) -> TextPart:
+    """A part whose ``text_config`` is that of a text family."""
+    return TextPart(model_type, {name: name for name in families}, others, defaults or {})
+
+
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+"""Sizes of transformers for Llama, Mistral and Qwen 2 and 3, which LLaVA leaves out."""
+_PROJECTED = ("vision_tower", "multi_modal_projector")
+_GLM4V = {"head_dim": None, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "max_position_embeddings": 32_768}
+_GLM4V_MOE = {"attention_bias": True, "router_aux_loss_coef": 1e-4, "max_position_embeddings": 65_536}
 _GEMMA4_OTHERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 _UNIFIED_OTHERS = ("vision_embedder", "embed_vision", "embed_audio")
 _GEMMA4_SIZES = {"vocab_size": 262_144, "hidden_size": 2304, "num_hidden_layers": 30, "num_attention_heads": 8}
 _PARTS = (
-    TextPart(
+    _same("deepseek_vl", ("llama",), ("vision_model", "aligner"), _SIZES),
+    TextPart("exaone4_5", {"exaone4": "exaone4", "exaone4_5_text": "exaone4"}, ("visual", "mtp")),
+    _same(
         "gemma3",
-        {"gemma3_text": "gemma3_text"},
-        ("vision_tower", "multi_modal_projector"),
+        ("gemma3_text",),
+        _PROJECTED,
         # Gemma 3 4B says only width, depth, scaling and window; the other sizes are those of Gemma3TextConfig.
         {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8},
     ),
-    TextPart("gemma4", {"gemma4_text": "gemma4_text"}, _GEMMA4_OTHERS, _GEMMA4_SIZES),
-    TextPart("gemma4_unified", {"gemma4_unified_text": "gemma4_unified_text"}, _UNIFIED_OTHERS, _GEMMA4_SIZES),
-    TextPart(
-        "mistral3",
-        {name: name for name in ("mistral", "ministral3", "mistral4")},
-        ("vision_tower", "multi_modal_projector"),
-    ),
-    TextPart("llama4", {"llama4_text": "llama4_text"}, ("vision_model", "multi_modal_projector")),
-    _qwen("qwen2_vl", "qwen2", _QWEN2_VL, flat=True),
-    _qwen("qwen2_5_vl", "qwen2", _QWEN2_VL, flat=True),
-    _qwen("qwen3_vl", "qwen3", _QWEN3_VL),
-    _qwen("qwen3_vl_moe", "qwen3_moe", _QWEN3_VL | _QWEN3_VL_EXPERTS, tied_outside=True),
-    _qwen("qwen3_5", "qwen3_5_text", {}),
-    _qwen("qwen3_5_moe", "qwen3_5_moe_text", {}),
+    _same("gemma4", ("gemma4_text",), _GEMMA4_OTHERS, _GEMMA4_SIZES),
+    _same("gemma4_unified", ("gemma4_unified_text",), _UNIFIED_OTHERS, _GEMMA4_SIZES),
+    _mrope("glm4v", "glm4", _GLM4V),
+    _mrope("glm4v_moe", "glm4_moe", _GLM4V_MOE),
+    _same("idefics3", ("llama",), ("vision_model", "connector"), _SIZES),
+    _same("internvl", ("qwen2", "qwen3", "qwen3_moe", "llama"), _PROJECTED),
+    _same("llama4", ("llama4_text",), ("vision_model", "multi_modal_projector")),
+    _same("llava", ("llama", "mistral", "qwen2", "qwen3"), _PROJECTED, _SIZES),
+    _same("llava_next", ("llama", "mistral", "qwen2"), (*_PROJECTED, "image_newline"), _SIZES),
+    _same("llava_onevision", ("qwen2",), (*_PROJECTED, "image_newline"), _SIZES),
+    _same("mistral3", ("mistral", "ministral3", "mistral4"), _PROJECTED),
+    _same("ovis2", ("qwen2",), ("vision_tower", "visual_embeddings_table")),
+    _mrope("qwen2_vl", "qwen2", _QWEN2_VL, flat=True),
+    _mrope("qwen2_5_vl", "qwen2", _QWEN2_VL, flat=True),
+    _mrope("qwen3_vl", "qwen3", _QWEN3_VL),
+    _mrope("qwen3_vl_moe", "qwen3_moe", _QWEN3_VL | _QWEN3_VL_EXPERTS, tied_outside=True),
+    _mrope("qwen3_5", "qwen3_5_text", {}),
+    _mrope("qwen3_5_moe", "qwen3_5_moe_text", {}),
+    _same("smolvlm", ("llama",), ("vision_model", "connector"), _SIZES),
 )
 TEXT_PARTS: dict[str, TextPart] = {part.model_type: part for part in _PARTS}
 """Text parts by the ``model_type`` of ``config.json``."""

@@ -398,6 +398,9 @@ QWEN3_5_ROPE = {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "rope_typ
 LLAMA4_SIGHT = {key: SIGHT[key] for key in ("num_hidden_layers", "num_attention_heads", "image_size", "patch_size")}
 LLAMA4_SIGHT |= {"hidden_size": 32, "intermediate_size": 128, "vision_output_dim": 32}
 LLAMA4_SIGHT |= {"projector_input_dim": 32, "projector_output_dim": 32}
+CLIP_SIGHT = SIGHT | {"model_type": "clip_vision_model", "projection_dim": 32}
+SIGLIP_SIGHT = SIGHT | {"model_type": "siglip_vision_model"}
+GLM_SIGHT = QWEN_SIGHT | {"image_size": 16}
 GEMMA4_SIGHT = SIGHT | {"num_key_value_heads": 2, "position_embedding_size": 16}
 # The text part's keys are those of a release's config.json, in sizes for tests.
 TEXT_PARTS: dict[str, dict] = {
@@ -489,6 +492,84 @@ TEXT_PARTS: dict[str, dict] = {
         "boi_token_index": 200080,
         "text_config": LATER["llama4_text"] | {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "factor": 8.0}},
         "vision_config": LLAMA4_SIGHT,
+    },
+    "glm4v": {
+        "model_type": "glm4v",
+        "text_config": WHOLE_HEADS
+        | {"model_type": "glm4v_text", "attention_bias": True, "partial_rotary_factor": 0.5}
+        | {"rope_theta": 1e4, "rope_scaling": {"type": "default", "mrope_section": [1, 1, 2]}},
+        "vision_config": GLM_SIGHT,
+    },
+    "glm4v_moe": {
+        "model_type": "glm4v_moe",
+        "text_config": LLAMA
+        | OF_EIGHT
+        | {"model_type": "glm4v_moe_text", "num_hidden_layers": 3, "first_k_dense_replace": 1}
+        | {"rope_scaling": {"type": "default", "mrope_section": [1, 1, 1]}, "partial_rotary_factor": 0.5},
+        "vision_config": GLM_SIGHT,
+    },
+    "exaone4_5": {
+        "model_type": "exaone4_5",
+        "text_config": LATER["exaone4"],
+        "vision_config": QWEN_SIGHT | {"num_key_value_heads": 2},
+    },
+    "idefics3": {
+        "model_type": "idefics3",
+        "text_config": WHOLE_HEADS | {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        "vision_config": SIGHT,
+    },
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "tie_word_embeddings": True,
+        "text_config": WHOLE_HEADS | {"model_type": "llama", "tie_word_embeddings": True},
+        "vision_config": SIGHT,
+    },
+    "internvl": {
+        "model_type": "internvl",
+        "tie_word_embeddings": True,
+        "text_config": WHOLE_HEADS | {"model_type": "qwen2"},
+        "vision_config": SIGHT | {"image_size": [16, 16], "patch_size": [4, 4]},
+    },
+    "internvl-qwen3_moe": {
+        "model_type": "internvl",
+        "tie_word_embeddings": False,
+        "text_config": MIXTURES["qwen3_moe"],
+        "vision_config": SIGHT | {"image_size": [16, 16], "patch_size": [4, 4]},
+    },
+    # LLaVA 1.5 says little of its Vicuna.
+    "llava": {
+        "model_type": "llava",
+        "tie_word_embeddings": False,
+        "text_config": WHOLE_HEADS | {"model_type": "llama"},
+        "vision_config": CLIP_SIGHT,
+    },
+    "llava-mistral": {
+        "model_type": "llava",
+        "text_config": LLAMA | {"model_type": "mistral", "rope_theta": 1e9, "sliding_window": None},
+        "vision_config": SIGHT | {"model_type": "pixtral"},
+    },
+    "llava_next": {
+        "model_type": "llava_next",
+        "text_config": LLAMA | {"model_type": "mistral", "rope_theta": 1e6, "sliding_window": None},
+        "vision_config": CLIP_SIGHT,
+    },
+    "llava_onevision": {
+        "model_type": "llava_onevision",
+        "text_config": WHOLE_HEADS | {"model_type": "qwen2", "tie_word_embeddings": True},
+        "vision_config": SIGLIP_SIGHT,
+    },
+    "deepseek_vl": {
+        "model_type": "deepseek_vl",
+        "tie_word_embeddings": False,
+        "text_config": WHOLE_HEADS | {"model_type": "llama"},
+        "vision_config": SIGLIP_SIGHT,
+    },
+    "ovis2": {
+        "model_type": "ovis2",
+        "hidden_size": 64,
+        "vocab_size": VOCAB,
+        "text_config": WHOLE_HEADS | {"model_type": "qwen2", "tie_word_embeddings": True},
+        "vision_config": SIGHT | {"vocab_size": 16, "num_visual_indicator_tokens": 5, "hidden_stride": 1},
     },
     "mistral3-mistral4": {
         "model_type": "mistral3",
