@@ -130,15 +130,18 @@ class PosjaxLM(TemplateLM):
         """The log-probability of every continuation, and whether each of its tokens is the likeliest one."""
         found: list[Any] = [None] * len(requests)
         for batch in self._batches(requests):
-            inputs = [list(row) for row, _ in batch]
-            asked = [[(number, *place) for number in numbers for place in self._places(requests[number], len(row))]
-                     for row, numbers in batch]  # fmt: skip
-            best, loss = self._scores(inputs, [[place[1:] for place in row] for row in asked])
-            for row, places in enumerate(asked):
-                for number in batch[row][1]:
-                    mine = [column for column, place in enumerate(places) if place[0] == number]
-                    right = all(best[row, column] == places[column][2] for column in mine)
-                    found[number] = (-float(loss[row, mine].astype(np.float64).sum()), right)
+            asked: list[list[tuple[int, int]]] = []  # by row, the places where a token is predicted, and the token
+            spans: list[tuple[int, int, slice]] = []  # the number of a request, its row, and what is asked for it there
+            for row, (tokens, numbers) in enumerate(batch):
+                asked.append([])
+                for number in numbers:
+                    wanted, first = requests[number][2], len(asked[row])
+                    asked[row] += zip(range(len(tokens) - len(wanted), len(tokens)), wanted, strict=True)
+                    spans.append((number, row, slice(first, len(asked[row]))))
+            best, loss = self._scores([tokens for tokens, _ in batch], asked)
+            for number, row, span in spans:
+                right = bool((best[row, span] == requests[number][2]).all())
+                found[number] = -float(loss[row, span].astype(np.float64).sum()), right
         for (strings, _, _), answer in zip(requests, found, strict=True):
             if strings is not None:
                 self.cache_hook.add_partial("loglikelihood", strings, answer)
@@ -159,14 +162,8 @@ class PosjaxLM(TemplateLM):
         size = self.batch_size
         return (group[start : start + size] for group in groups for start in range(0, len(group), size))
 
-    @staticmethod
-    def _places(request: Scored, length: int) -> Iterator[tuple[int, int]]:
-        """Where in a row each token of a continuation is predicted, and the token."""
-        continuation = request[2]
-        return zip(range(length - len(continuation), length), continuation, strict=True)
-
     def _scores(
-        self, inputs: Sequence[list[int]], asked: Sequence[list[tuple[int, int]]]
+        self, inputs: Sequence[Sequence[int]], asked: Sequence[list[tuple[int, int]]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The likeliest token at the asked places of every row, and the loss of the asked token, [rows, asked] each."""
         longest, most = max(map(len, inputs)), rounded(max(map(len, asked)))
