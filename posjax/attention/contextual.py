@@ -74,7 +74,7 @@ def blockwise_contextual(x: Call, block: int = _BLOCK) -> Rows:
 
     Args:
         x: the call.
-        block: tokens of a tile along each side.
+        block: the most tokens of a tile along each side; a bias may want fewer keys.
 
     Raises:
         ValueError: as ``dense_contextual``, and for an empty block.
@@ -82,10 +82,11 @@ def blockwise_contextual(x: Call, block: int = _BLOCK) -> Rows:
     _check(x)
     check_count("block", block)
     queries = x.q.shape[3]
-    blocks = (min(block, x.q.shape[3]), min(block, x.k.shape[2]))
+    blocks = (min(block, x.q.shape[3]), min(block, x.bias.most_keys, x.k.shape[2]))
     x = pad(x, *blocks)
     q, x = x.q, x.scaled
-    tiles, v = x.bias.tiles(x.k, blocks[1]), in_blocks(x.v, 2, blocks[1])
+    tiles = jax.checkpoint(lambda bias, k: bias.tiles(k, blocks[1]))(x.bias, x.k)
+    v = in_blocks(x.v, 2, blocks[1])
 
     def rows(part):
         i, scaled, raw = part

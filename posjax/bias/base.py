@@ -67,6 +67,8 @@ class Contextual(Bias):
     """
 
     reads_positions: ClassVar[bool] = False
+    most_keys: ClassVar[int] = 256
+    """The most keys of a tile."""
 
     def check_size(self, size: int) -> None:
         """Raises ValueError if the bias is for heads of another size."""

@@ -32,6 +32,7 @@ class PathBias(Contextual):
     beta: Float[Array, "batch heads keys"]
 
     axes: ClassVar = {"w": ("batch", "heads", "keys", None), "beta": ("batch", "heads", "keys")}
+    most_keys: ClassVar[int] = 64  # a tile has two matrices of this width for each of its keys and heads
 
     def check_size(self, size: int) -> None:
         """Raises ValueError unless the vectors have the size of the queries."""

@@ -108,3 +108,20 @@ def test_without_beta_it_has_no_positions():
     params["bias"] |= {"beta": np.zeros((WIDTH, KV)), "start": np.full(KV, -100.0)}
     want, _ = oracles.attention(Q, K, V, allowed=np.tri(N, dtype=bool))
     np.testing.assert_allclose(attend(spec, params), want, atol=1e-5)
+
+
+def test_memory_of_the_gradient_is_linear():
+    """Temporary memory of the compiled gradient at 1,024 and at 2,048 tokens, of one head and one row."""
+    scheme = pj.Scheme(bias=PaTH(2))
+    params = scheme.init(jax.random.key(0), 1, 8, model_dim=4)
+
+    def temporary(length):
+        def loss(params, q, x):
+            gates = scheme.prepare(params, x)
+            return scheme.attend(q, q, q, params=params, gates=(gates, gates), implementation="blockwise").sum()
+
+        shapes = ((1, length, 1, 8), (1, length, 4))
+        arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(params, *arrays).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(2048) < 2 * temporary(1024)

@@ -132,6 +132,23 @@ def test_a_scale_multiplies_what_its_spec_says():
         np.testing.assert_allclose(found, want, atol=2e-5)
 
 
+def test_memory_of_the_gradient_is_linear():
+    """Temporary memory of the compiled gradient at 1,024 and at 2,048 tokens, of one head and one row."""
+    scheme = pj.Scheme(bias=Relative(64, size=SIZE))
+    params = scheme.init(jax.random.key(0), 1, D, model_dim=WIDTH)
+
+    def temporary(length):
+        def loss(params, q, x):
+            gates = scheme.prepare(params, x)
+            return scheme.attend(q, q, q, params=params, gates=(gates, gates), implementation="blockwise").sum()
+
+        shapes = ((1, length, 1, D), (1, length, WIDTH))
+        arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(params, *arrays).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(2048) < 2 * temporary(1024)
+
+
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 
