@@ -99,8 +99,7 @@ COHERE = _family(
     "cohere",
     "CohereForCausalLM",
     lambda values: (
-        _cohere(values)
-        | {"head_norms": values["use_qk_norm"], "scheme": rope_everywhere(values, "interleaved")}
+        _cohere(values) | {"head_norms": values["use_qk_norm"], "scheme": rope_everywhere(values, "interleaved")}
     ),
     lambda config: _cohere_values(config) | {"use_qk_norm": config.head_norms},
     _cohere_tensors,
