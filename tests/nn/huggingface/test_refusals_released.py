@@ -73,7 +73,7 @@ STRETCHED = released.rope(1e4, rope_type="yarn", factor=4.0, original_max_positi
 SMALL_TEXT, FP8 = {"hidden_size": 64}, {"quantization_config": {"quant_method": "fp8"}}
 CONFIGS = [
     ("model_type", "llama", {"model_type": "lama"}),
-    ("llava", "gemma3_text", {"model_type": "llava", "text_config": SMALL_TEXT}),
+    ("paligemma", "gemma3_text", {"model_type": "paligemma", "text_config": SMALL_TEXT}),
     ("text_config", "gemma3_text", {"model_type": "gemma3"}),
     ("text_config", "gemma3_text", {"model_type": "gemma3", "text_config": []}),
     ("text_config.model_type", "mistral", {"model_type": "mistral3", "text_config": {"model_type": "gemma"}}),
