@@ -29,6 +29,9 @@ class RelativeBias(Bias):
 
     axes: ClassVar = {"states": ("batch", "heads", "queries", None)}
 
+    def __post_init__(self):
+        check_flags(self)
+
     def values(self, q_positions: Int[Array, "*b q"], kv_positions: Int[Array, "*b k"]) -> Array:
         """``[batch, heads, q, k]``: the products with all profiles, read at the distance of each pair."""
         states, profiles = widened(self.states), widened(self.profiles)
