@@ -343,7 +343,8 @@ class Scheme(Choices):
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         check_counts(batch=batch, capacity=capacity, chunk=chunk, **heads)
         check_reach(self.reach, "capacity", capacity)
-        empty = self._executor.empty(batch, capacity, **heads, chunk=chunk, dtype=dtype)
+        executor = self._softmax("only_keys") if only_keys else self._executor
+        empty = executor.empty(batch, capacity, **heads, chunk=chunk, dtype=dtype)
         return dataclasses.replace(empty, v=None) if only_keys else empty
 
     def decode(
