@@ -10,7 +10,7 @@ from refusals import refused
 
 import posjax as pj
 from posjax import scales
-from posjax.nn import Decoder, DecoderConfig, Experts, Latent, Norm, Residual
+from posjax.nn import Decoder, DecoderConfig, Experts, Latent, Norm, Residual, Router
 from posjax.positions import Range
 
 ROPE, LINEAR = pj.scheme("rope"), pj.scheme("linear-elu")
@@ -53,6 +53,13 @@ REFUSED = [
     ("residual.first_norm", lambda: Residual(parallel=True, shared_norm=True, first_norm=False)),
     ("experts.count", lambda: Experts(0, 1)),
     ("experts.per_token", lambda: Experts(2, 3)),
+    ("experts.per_token", lambda: Experts(8, 3, Router(groups=4, groups_kept=1))),
+    ("experts.router.groups", lambda: Experts(8, 2, Router(groups=3))),
+    ("experts.router.groups_kept", lambda: Router(groups=2, groups_kept=3)),
+    ("experts.router.group_best", lambda: Experts(8, 2, Router(groups=4, groups_kept=2, group_best=3))),
+    ("experts.router.score", lambda: Router("tanh")),
+    ("experts.shared_gate", lambda: Experts(8, 2, shared_gate=True)),
+    ("experts.balance", lambda: Experts(8, 2, balance=-1.0)),
     ("num_kv_heads", sized(num_kv_heads=3)),
     ("model_dim", sized(model_dim=30)),
     ("head_dim", sized(head_dim=7)),

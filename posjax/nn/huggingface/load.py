@@ -436,7 +436,8 @@ def _put_experts(sharding: Sharding) -> Callable:
 
     def put(stack, experts, row, number):
         split = stack.reshape(stack.shape[0], len(experts), -1, *stack.shape[2:])
-        return split.at[row, :, number].set(experts).reshape(stack.shape)
+        places = (row, 0, number, *[0] * (experts.ndim - 1))
+        return jax.lax.dynamic_update_slice(split, experts[None, :, None], places).reshape(stack.shape)
 
     return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 

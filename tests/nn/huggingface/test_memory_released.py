@@ -25,7 +25,7 @@ SIZES = {
     "large": {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 12},
 }
 APART = {"model_type": "mixtral", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
-APART |= {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 1536, "num_local_experts": 6}
+APART |= {"vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 1536, "num_local_experts": 16}
 TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
 GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
 GPT_OSS |= {"vocab_size": 512, "hidden_size": 768, "intermediate_size": 768, "num_local_experts": 16}
@@ -79,7 +79,7 @@ def run(*folders):
 def test_memory_beside_the_arrays_is_less_than_twice_the_largest_tensor(size, tmp_path):
     """Also for experts in MXFP4: the host holds a whole tensor in bfloat16, but only a part of it in float32.
 
-    And for experts apart: the largest tensor is one of them.
+    And for experts apart, of which all of a layer together are larger.
     """
     dense = HEADS | SIZES[size]
     models = {"dense": dense, "packed": GPT_OSS, "apart": APART}
@@ -88,7 +88,9 @@ def test_memory_beside_the_arrays_is_less_than_twice_the_largest_tensor(size, tm
     largest = {name: build(tmp_path / name, values) for name, values in models.items()}
     names = ("dense", "packed", "apart")
     triples = [tmp_path / f"{name}{end}" for name in names for end in ("", "-out", "-tiny")]
-    for name, found in zip(names, run(*triples), strict=True):
+    # In a process of its own: memory that an earlier model has left would hide what the experts need.
+    measured = [*run(*triples[:6]), *run(*triples[6:])]
+    for name, found in zip(names, measured, strict=True):
         print(size, name, "largest", largest[name], found)
         assert found["arrays"] > 3 * largest[name]
         assert found["read"] < 2 * largest[name], found
