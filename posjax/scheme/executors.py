@@ -234,7 +234,11 @@ class SoftmaxAttention:
         bias = self.scheme.bias
         if bias is not None and bias.reads_queries:
             q = q if self.scheme.norm is None else self.scheme.norm.apply(params.get("norm", {}), q, q)[0]
-            return self._scaled_states(jnp.repeat(jnp.moveaxis(q, 1, 2), self.scheme.copies, axis=1), scale, where)
+            states = jnp.moveaxis(q, 1, 2)
+            # The gradient of a repeat is a sum, which must not be in bfloat16.
+            repeated = self.scheme.copies > 1
+            states = jnp.repeat(widened(states), self.scheme.copies, axis=1) if repeated else states
+            return self._scaled_states(states, scale, where)
         if bias is None or bias.gated or bias.reads_keys or not bias.reads_tokens:
             return None
         check(gates is not None, f"gates: {type(bias).__name__} reads the tokens: pass the result of Scheme.prepare")
