@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -85,12 +85,13 @@ def run_processes(shares: Sequence[Sequence[Group]], trials: bool, console: Cons
     """
     with ExitStack() as stack:
         logs = [stack.enter_context(_log(share[0][0])) for share in shares]
-        processes = [
-            _started(share, trials, file, console is None) for share, (_, file) in zip(shares, logs, strict=True)
-        ]
-        if len(processes) > 1:
-            _split_cores(processes)
-        with _passing_on(signal.SIGTERM, processes):
+        with _passing_on(signal.SIGTERM) as follow:
+            processes = [
+                follow(_started(share, trials, file, console is None))
+                for share, (_, file) in zip(shares, logs, strict=True)
+            ]
+            if len(processes) > 1:
+                _split_cores(processes)
             try:
                 if console is not None:
                     _watch(processes, [config for share in shares for group in share for config in group], console)
@@ -189,24 +190,34 @@ def _log(training: Config) -> Iterator[tuple[Path, IO[str]]]:
 
 
 @contextmanager
-def _passing_on(number: int, processes: Sequence[subprocess.Popen]) -> Iterator[None]:
+def _passing_on(number: int) -> Iterator[Callable[[subprocess.Popen], subprocess.Popen]]:
     """Forwards signals of this process to others, so that no training keeps running alone.
 
+    Yields a function that adds a process and returns it; one that started while a signal came gets that signal then.
     Raises KeyboardInterrupt at the end if there was a signal, so that nothing more is started.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda process: process
         return
-    received = []
+    received: list[int] = []
+    processes: list[subprocess.Popen] = []
+    told: set[int] = set()
 
     def pass_on(*_) -> None:
         received.append(number)
         for process in processes:
+            told.add(process.pid)
             process.send_signal(number)
+
+    def follow(process: subprocess.Popen) -> subprocess.Popen:
+        processes.append(process)
+        if received and process.pid not in told:
+            process.send_signal(number)
+        return process
 
     usual = signal.signal(number, pass_on)
     try:
-        yield
+        yield follow
     finally:
         signal.signal(number, usual)
     if received:

@@ -150,15 +150,17 @@ def test_only_what_is_new_runs_and_one_failure_is_one_line(values, compared):
     assert written_times(compared) == before
 
 
-def test_a_request_to_stop_ends_the_training_and_the_comparison(values, tmp_path, monkeypatch):
-    """The process that is started asks this one to stop, and would then sleep for a minute."""
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_request_to_stop_ends_the_training_and_the_comparison(values, tmp_path, monkeypatch, processes):
+    """Every process that is started asks this one to stop at once, and would then sleep for a minute."""
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\ncat > /dev/null\nkill -TERM $PPID\nexec sleep 60\n")
+    program.write_text("#!/bin/sh\nkill -TERM $PPID\ncat > /dev/null\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
+    config = parse({**values, "name": "stopped", "compare": {**values["compare"], "processes": processes}})
     with pytest.raises(KeyboardInterrupt):
-        compare(parse({**values, "name": "stopped"}), silent())
-    assert [path.name for path in parse({**values, "name": "stopped"}).directory.glob("*.log")] == ["rope-seed0.log"]
+        compare(config, silent())
+    assert len(list(config.directory.glob("*.log"))) == processes
 
 
 def test_trainings_differ_from_the_config_by_scheme_and_seed_alone(values):
