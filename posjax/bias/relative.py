@@ -47,7 +47,7 @@ class RelativeBias(Bias):
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfQueries(BiasSpec):
+class _Profiled(BiasSpec):
     """Profiles of distances, and whether keys ahead have their own."""
 
     extent: int = 1024
@@ -75,7 +75,7 @@ class _OfQueries(BiasSpec):
 
 
 @dataclasses.dataclass(frozen=True)
-class Relative(_OfQueries):
+class Relative(_Profiled):
     """Spec of Inkling's relative bias: ``b_h(i, j) = r_hi . profiles[i - j]`` with ``r_hi = W_h x_i``.
 
     Every head of every token mixes a few learned profiles of the distance, which all heads of a layer share, by a small
@@ -149,7 +149,7 @@ class Relative(_OfQueries):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shaw(_OfQueries):
+class Shaw(_Profiled):
     """Spec of relative keys (Shaw et al., arXiv 1803.02155): ``(q_i . k_j + q_i . a_{i-j}) / sqrt(d)``.
 
     The heads of a layer share the embeddings ``a`` of the distances. The scale multiplies both products, that of a
@@ -179,7 +179,7 @@ class Shaw(_OfQueries):
         return _bound(self, states, profiles, num_heads, clipped=True)
 
 
-def _bound(spec: _OfQueries, states, profiles, num_heads: int, clipped: bool) -> RelativeBias:
+def _bound(spec: _Profiled, states, profiles, num_heads: int, clipped: bool) -> RelativeBias:
     layout = f"[batch, {num_heads} heads, queries, {profiles.shape[0]}]"
     check_rank("states", states, 4, layout)
     fits = (states.shape[1], states.shape[3]) == (num_heads, profiles.shape[0])
