@@ -61,8 +61,8 @@ class ChatTemplate:
         listed = ", ".join(sources)
         check("default" in sources, f"data.tokenizer: it has several chat templates, but no default: {listed}")
         self._specials, self._ends = dict(specials), tuple(ends)
-        self._marks = tuple(f"<{secrets.token_hex(16)}>" for _ in range(2))  # new ones, which no text can hold
-        environment = _environment(self._marks)
+        *self._marks, self._end = (f"<{secrets.token_hex(16)}>" for _ in range(3))  # new ones, which no text can hold
+        environment = _environment(tuple(self._marks))
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateSyntaxError as error:
@@ -82,12 +82,21 @@ class ChatTemplate:
         Raises ValueError if the template refuses the messages.
         """
         given = {"tools": None, "documents": None, **self._specials}
-        text = self._between_marks(self._draw("default", given, list(map(_plain, messages)), not is_open)).text
-        if not is_open:
-            return text
-        said = str(messages[-1].get("content") or "").strip()
-        check(said in text, "the chat template does not write the last message as it is, so it cannot be continued")
-        return text[: text.rindex(said) + len(said)]
+        plain = list(map(_plain, messages))
+        text = self._opened(given, plain) if is_open else self._draw("default", given, plain, True)
+        return self._between_marks(text).text
+
+    def _opened(self, given: Mapping[str, Any], messages: Sequence[Message]) -> str:
+        """The text up to a mark that stands after what the last message says, which may be any part of the template."""
+        *before, last = messages
+        said, tail = str(last.get("content") or ""), f"{self._end} "
+        text = self._draw("default", given, [*before, {**last, "content": said + tail}])
+        found = said.strip() in text and self._end in text
+        check(found, "the chat template does not write the last message as it is, so it cannot be continued")
+        end = text.rindex(self._end)
+        # A template that removes the white space at the end of messages has removed that of the mark.
+        trimmed = "" if text.startswith(tail, end) else said[len(said.rstrip()) :]
+        return text[:end].removesuffix(trimmed)
 
     def render(
         self,
