@@ -21,6 +21,7 @@ from posjax._checks import (
 )
 from posjax._numbers import LARGEST, align_ranks
 from posjax.attention.placement import Placement
+from posjax.attention.platform import IMPLEMENTATIONS
 from posjax.nn.specs import ACTIVATIONS, BIASES, GATES, Experts, Latent, Norm, Residual
 from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme, uniform
@@ -40,14 +41,14 @@ REMAT = ("none", "dots", "offload", "attention", "full")
 
 
 def check_size(name: str, field: str, value: Any) -> None:
-    """Raises ValueError for a size that is not positive, or larger than any machine could use.
+    """Raises ValueError for a size that is not whole and positive, or larger than any machine could use.
 
     Args:
         name: in the message.
         field: the size as a field of ``DecoderConfig``.
         value: the size.
     """
-    check_positive(name, value)
+    check_count(name, value)
     most = MOST_LAYERS if field == "num_layers" else LARGEST
     check(value <= most, f"{name} must be at most {most}, found {describe(value)}")
 
@@ -153,6 +154,7 @@ class DecoderConfig:
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads"):
             check_size(name, name, getattr(self, name))
         check_flags(self)
+        self._check_kinds()
         check_choice("activation", self.activation, ACTIVATIONS)
         self._check_numbers()
         self._check_latent()
@@ -162,18 +164,22 @@ class DecoderConfig:
         check(not ungated, "biases: 'gate' is the bias of attention_gate, which is not set; set it, or leave it out")
         check_choice("remat", self.remat, REMAT)
         check_choice("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
+        check_choice("implementation", self.implementation or IMPLEMENTATIONS[0], IMPLEMENTATIONS)
         self._fill_defaults()
         for kv_heads in _numbers(self.num_kv_heads):
             fits = self.num_heads % kv_heads == 0
             check(fits, f"num_heads must be a multiple of num_kv_heads, found {self.num_heads} and {kv_heads}")
-        dense = () if self.experts is None else self.experts.dense
-        fits = max(dense, default=0) < self.num_layers
-        check(fits, f"experts.dense names layers from 0 to {self.num_layers - 1}, found {describe(dense)}")
-        apart = self.experts is not None and self.experts.norms
-        fits = self.residual.norm != "after" and not self.residual.shared_norm
-        check(fits or not apart, "experts.norms needs residual.norm before or both, without shared_norm")
+        self._check_experts()
         self._check_total()
         self._check_schemes()
+
+    def _check_kinds(self) -> None:
+        kinds = {"experts": Experts, "latent": Latent, "norm": Norm, "residual": Residual, "placement": Placement}
+        for name, kind in kinds.items():
+            spec = getattr(self, name)
+            fits = isinstance(spec, kind) or (spec is None and name in ("experts", "latent"))
+            check(fits, f"{name} must be {kind.__name__}(...), found {describe(spec)}")
+        check(isinstance(self.biases, tuple), f"biases must be a tuple of names, found {describe(self.biases)}")
 
     def _check_numbers(self) -> None:
         for name in self.biases:
@@ -241,6 +247,16 @@ class DecoderConfig:
             fits = len(numbers) in (1, self.num_layers)
             check(fits, f"{name} must be one for all layers or one for each of {self.num_layers}, found {len(numbers)}")
             object.__setattr__(self, name, numbers[0] if len(set(numbers)) == 1 else numbers)
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        dense = self.experts.dense
+        fits = max(dense, default=0) < self.num_layers
+        check(fits, f"experts.dense names layers from 0 to {self.num_layers - 1}, found {describe(dense)}")
+        check(len(set(dense)) < self.num_layers, "experts.dense names every layer; leave a layer out, or experts")
+        fits = self.residual.norm != "after" and not self.residual.shared_norm
+        check(fits or not self.experts.norms, "experts.norms needs residual.norm before or both, without shared_norm")
 
     def _check_total(self) -> None:
         experts = 1 if self.experts is None else self.experts.count
@@ -367,7 +383,7 @@ def check_over_latents(scheme: Scheme) -> None:
         "does not hold; leave it out",
     )
     check(
-        scheme.bias is None or not scheme.bias.contextual,
+        scheme.bias is None or not (scheme.bias.contextual or scheme.bias.reads_queries),
         f"bias: {type(scheme.bias).__name__} reads the queries of a head, which latent attention has in two forms; use "
         "another bias",
     )

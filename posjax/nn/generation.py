@@ -28,6 +28,7 @@ from posjax._checks import (
     is_known,
 )
 from posjax._mesh import explicit_spec, has_explicit, on_auto_axes
+from posjax._numbers import LARGEST
 from posjax.nn.decoder import Decoder, DecoderCache
 from posjax.scheme.choices import check_reach
 
@@ -267,7 +268,7 @@ def _run(program: _Program, inputs: _Inputs) -> Generated:
 
 def _all_tokens(program: _Program, inputs: _Inputs) -> Generated:
     token, going, cache = program.begin(inputs)
-    found = jnp.full((len(token), program.new_tokens), _NONE).at[:, 0].set(token)
+    found = jnp.full((len(token), program.new_tokens), _NONE, jnp.int32).at[:, 0].set(token)
 
     def more(kept):
         n, _, _, going, _ = kept
@@ -367,7 +368,7 @@ def _check_choices(new_tokens: Any, sampling: Any, stop: Any, key: Any, chunk: A
     check(isinstance(sampling, Sampling), f"sampling must be a posjax.nn.Sampling, found {describe(sampling)}")
     needs_key = key is None and sampling.temperature > 0
     check(not needs_key, f"key is needed to draw with {sampling}: pass one, for instance jax.random.key(0)")
-    ids = isinstance(stop, Collection) and all(isinstance(token, Integral) and token >= 0 for token in stop)
+    ids = isinstance(stop, Collection) and all(isinstance(token, Integral) and 0 <= token < LARGEST for token in stop)
     check(ids, f"stop must be a collection of ids of tokens, found {describe(stop)}")
 
 

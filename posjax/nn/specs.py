@@ -135,6 +135,8 @@ class Experts:
     def __post_init__(self):
         check_flags(self, "experts.")
         check_counts(**{"experts.count": self.count, "experts.per_token": self.per_token})
+        check(isinstance(self.router, Router), f"experts.router must be Router(...), found {describe(self.router)}")
+        check(isinstance(self.dense, tuple), f"experts.dense must be a tuple of layers, found {describe(self.dense)}")
         names_layers = all(type(layer) is int and layer >= 0 for layer in self.dense)
         check(names_layers, f"experts.dense must name layers, from 0, found {describe(self.dense)}")
         if self.dense_dim is not None:
@@ -192,7 +194,8 @@ class Latent:
         sizes = {name: getattr(self, name) for name in ("rank", "rotated", "unrotated", "value")}
         sizes |= {} if self.query_rank is None else {"query_rank": self.query_rank}
         check_counts(**{f"latent.{name}": size for name, size in sizes.items()})
-        check(self.norm.kind == "rms", f"latent.norm must be of kind rms, found {self.norm.kind!r}")
+        fits = isinstance(self.norm, Norm) and self.norm.kind == "rms"
+        check(fits, f"latent.norm must be a Norm of kind rms, found {describe(self.norm)}")
 
     @property
     def size(self) -> int:

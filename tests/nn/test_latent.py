@@ -101,7 +101,7 @@ def test_the_formula_in_float64(pairing, query_rank, rule):
 
 REFUSED = "vo-rope xpos mixed pope coca-planes cope coca-strict coca-tied coca-slack coca-relative key-norm cosine"
 REFUSED += " learned-cosine qwen3 gemma3 llama4 linear-elu linear-exp linear-taylor linear-limit linear-cosine"
-REFUSED += " performer"
+REFUSED += " performer fope rope-pp path shaw qwen3-next gated-delta"
 POSSIBLE = [name for name in pj.scheme_names() if name not in REFUSED.split()]
 YARNED = Scheme(features=rotary.Rotary(YARN, pairing="interleaved"))
 EXTENSIONS = {
