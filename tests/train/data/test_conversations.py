@@ -68,7 +68,7 @@ def test_prompts_are_those_of_transformers(tmp_path):
             options = {"continue_final_message": True} if is_open else {"add_generation_prompt": True}
             wanted = theirs.apply_chat_template(some, tokenize=False, **options)
             assert chat.prompt(some, is_open) == wanted, name
-        for said in ("end", "Answer: "):  # a word that is part of marks too, and white space, which some templates remove
+        for said in ("end", "Answer: "):  # a part of some marks, and white space, which some templates remove
             some = [*messages[:-1], {"role": "assistant", "content": said}]
             wanted = theirs.apply_chat_template(some, tokenize=False, continue_final_message=True)
             assert chat.prompt(some, True) == wanted, (name, said)
