@@ -142,6 +142,10 @@ def test_what_cannot_be_made_is_refused(files):
         "evaluate.ruler.hotpotqa",
         lambda: check_ruler(config(tasks=("qa_2",), hotpotqa=str(files / "essays.txt")), TOKENIZER),
     )
+    swapped = {"squad": str(files / "hotpotqa.json"), "hotpotqa": str(files / "squad.json")}
+    for key, task in (("squad", "qa_1"), ("hotpotqa", "qa_2")):
+        refused(f"evaluate.ruler.{key}", lambda task=task: check_ruler(config(tasks=(task,), **swapped), TOKENIZER))
+    refused("evaluate.ruler.cases", lambda: check_ruler(config(tasks=("qa_1",), cases=101), TOKENIZER))
     refused("words are too few", lambda: check_ruler(config((400_000,), tasks=("niah_single_3",)), TOKENIZER))
     for name in ("niah_single_1", "vt", "cwe", "fwe", "qa_2"):
         refused(name, lambda name=name: check_ruler(config((150,), tasks=(name,)), TOKENIZER))

@@ -23,8 +23,8 @@ class Questions:
 
     def cases(self, sources: Sources, length: Length, count: int) -> list[Case]:
         """The first cases of the task. Raises ValueError for a length that is too short, and for too few questions."""
+        self.check_enough(sources, count)
         draws, (questions, documents) = Draws(), getattr(sources, self.of)
-        check(len(questions) >= count, f"evaluate.ruler.cases: {self.of} has {len(questions)} questions, found {count}")
 
         def tokens_of(size: int) -> int:
             case = _case(draws, questions[0], documents, size)
@@ -32,6 +32,11 @@ class Questions:
 
         size = max(length.most(_STEP, tokens_of, limit=len(documents)), 1)
         return [self._fitting(draws, question, documents, length, size) for question in questions[:count]]
+
+    def check_enough(self, sources: Sources, count: int) -> None:
+        """Raises ValueError for fewer questions than cases."""
+        questions, _ = getattr(sources, self.of)
+        check(len(questions) >= count, f"evaluate.ruler.cases: {self.of} has {len(questions)} questions, found {count}")
 
     @staticmethod
     def _fitting(draws: Draws, question: Question, documents: list[str], length: Length, size: int) -> Case:

@@ -97,42 +97,19 @@ class Sources:
     @cached_property
     def essays(self) -> list[str]:
         """The words of the text in which needles are hidden: of a text file, or of the JSON that RULER downloads."""
-        text = self._read("essays", "a text, such as Paul Graham's essays")
-        if self.config.essays.endswith(".json"):
-            text = self._json("essays", text)["text"]
+        what, is_json = "a text, such as Paul Graham's essays", self.config.essays.endswith(".json")
+        text = self._json("essays", what, _text) if is_json else self._read("essays", what)
         return re.sub(r"\s+", " ", text).split(" ")
 
     @cached_property
     def squad(self) -> tuple[list["Question"], list[str]]:
         """The questions of SQuAD that have an answer, and all its paragraphs."""
-        articles = self._json("squad", self._read("squad", "dev-v2.0.json of SQuAD"))["data"]
-        documents = sorted({paragraph["context"] for article in articles for paragraph in article["paragraphs"]})
-        number = {document: n for n, document in enumerate(documents)}
-        found = []
-        for article in articles:
-            beside = [number[paragraph["context"]] for paragraph in article["paragraphs"]]
-            for paragraph in article["paragraphs"]:
-                own = number[paragraph["context"]]
-                more = [n for n in beside if n != own]
-                found += [
-                    Question(each["question"], tuple(answer["text"] for answer in each["answers"]), [own], more)
-                    for each in paragraph["qas"]
-                    if not each["is_impossible"]
-                ]
-        return found, documents
+        return self._json("squad", "dev-v2.0.json of SQuAD", _squad)
 
     @cached_property
     def hotpotqa(self) -> tuple[list["Question"], list[str]]:
         """The questions of HotpotQA, and all its paragraphs."""
-        entries = self._json("hotpotqa", self._read("hotpotqa", "hotpot_dev_distractor_v1.json of HotpotQA"))
-        texts = [[f"{title}\n{''.join(sentences)}" for title, sentences in each["context"]] for each in entries]
-        documents = sorted({text for each in texts for text in each})
-        number = {document: n for n, document in enumerate(documents)}
-        found = [
-            Question(each["question"], (each["answer"],), [number[text] for text in own], [])
-            for each, own in zip(entries, texts, strict=True)
-        ]
-        return found, documents
+        return self._json("hotpotqa", "hotpot_dev_distractor_v1.json of HotpotQA", _hotpotqa)
 
     def _read(self, key: str, what: str) -> str:
         path = getattr(self.config, key)
@@ -140,13 +117,20 @@ class Sources:
             bool(path), f"evaluate.ruler.{key} is empty: name a file with {what}, or leave out the tasks that need it"
         )
         check(Path(path).is_file(), f"evaluate.ruler.{key}: there is no file {path!r}")
-        return Path(path).read_text(encoding="utf-8")
-
-    def _json(self, key: str, text: str) -> Any:
         try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"evaluate.ruler.{key}: {getattr(self.config, key)} is not JSON: {error}") from None
+            return Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"evaluate.ruler.{key}: {path} is not text in UTF-8: {error}") from None
+
+    def _json(self, key: str, what: str, read: Callable[[Any], Any]) -> Any:
+        """What `read` makes of the JSON in a file."""
+        path, text = getattr(self.config, key), self._read(key, what)
+        try:
+            return read(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"evaluate.ruler.{key}: {path} is not JSON: {error}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"evaluate.ruler.{key}: {path} is not {what}: {error!r}") from None
 
 
 class Question(NamedTuple):
@@ -156,6 +140,39 @@ class Question(NamedTuple):
     answers: tuple[str, ...]
     documents: list[int]
     beside: list[int]
+
+
+def _text(found: Any) -> str:
+    return found["text"] + ""  # of anything but a text this is a TypeError
+
+
+def _squad(found: Any) -> tuple[list[Question], list[str]]:
+    articles = found["data"]
+    documents = sorted({paragraph["context"] for article in articles for paragraph in article["paragraphs"]})
+    number = {document: n for n, document in enumerate(documents)}
+    questions = []
+    for article in articles:
+        beside = [number[paragraph["context"]] for paragraph in article["paragraphs"]]
+        for paragraph in article["paragraphs"]:
+            own = number[paragraph["context"]]
+            more = [n for n in beside if n != own]
+            questions += [
+                Question(each["question"], tuple(answer["text"] for answer in each["answers"]), [own], more)
+                for each in paragraph["qas"]
+                if not each["is_impossible"]
+            ]
+    return questions, documents
+
+
+def _hotpotqa(entries: Any) -> tuple[list[Question], list[str]]:
+    texts = [[f"{title}\n{''.join(sentences)}" for title, sentences in each["context"]] for each in entries]
+    documents = sorted({text for each in texts for text in each})
+    number = {document: n for n, document in enumerate(documents)}
+    questions = [
+        Question(each["question"], (each["answer"],), [number[text] for text in own], [])
+        for each, own in zip(entries, texts, strict=True)
+    ]
+    return questions, documents
 
 
 @dataclass(frozen=True)

@@ -50,3 +50,5 @@ def check_ruler(config: EvaluateConfig, tokenizer: Tokenizer) -> None:
             except ValueError as error:
                 raise ValueError(f"evaluate.ruler.tasks: {name}: {error}") from None
             check(bool(found), f"evaluate.ruler.tasks: {name} has no case")
+        if isinstance(task := TASKS[name], Questions):
+            task.check_enough(sources, config.ruler.cases)
