@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 from posjax._checks import check, check_count, check_rank, params_of
 from posjax._numbers import align_ranks, at_least_float32, widened
 from posjax._shapes import in_blocks
+from posjax._triangular import inverse_of_unit_triangle
 from posjax.bias.base import BiasSpec, Contextual
 
 
@@ -48,8 +49,7 @@ class PathBias(Contextual):
         beta = in_blocks(beta.reshape(heads).astype(w.dtype), 3, size)
         k = in_blocks(k.astype(w.dtype), 2, size)
         after = jnp.tri(size, k=-1, dtype=w.dtype)
-        below = beta[..., None] * _products(w, w) * _like(after, w)
-        solved = _inverse(below) * beta[..., None, :]
+        solved = inverse_of_unit_triangle(beta[..., None] * _products(w, w)) * beta[..., None, :]
         of_keys = _products(w, jnp.broadcast_to(k[:, :, :, None], w.shape)) * _like(after, w)
         return k, w, _times(solved, of_keys), _times(solved, w)
 
@@ -71,23 +71,6 @@ def _products(a: Array, b: Array) -> Array:
 
 def _times(a: Array, b: Array) -> Array:
     return jnp.einsum("...st,...td->...sd", a, b, precision="highest")
-
-
-def _inverse(below: Float[Array, "*b n n"]) -> Float[Array, "*b n n"]:
-    """The inverse of ``I + below``, a matrix that is zero except below its diagonal, by halves.
-
-    Products alone, which any device runs fast: an inverse of halves ``A`` and ``D`` has ``-D^-1 B A^-1`` below them.
-    """
-    size = below.shape[-1]
-    if size == 1:
-        return jnp.ones_like(below)
-    half = 1 << (size - 1).bit_length() - 1
-    whole = jnp.pad(below, [(0, 0)] * (below.ndim - 2) + [(0, 2 * half - size)] * 2)
-    both = jnp.stack([whole[..., :half, :half], whole[..., half:, half:]])
-    first, second = _inverse(both)
-    corner = -_times(second, _times(whole[..., half:, :half], first))
-    rows = jnp.concatenate([first, jnp.zeros_like(first)], -1), jnp.concatenate([corner, second], -1)
-    return jnp.concatenate(rows, -2)[..., :size, :size]
 
 
 def _like(matrix: Array, tile: Array) -> Array:

@@ -29,6 +29,7 @@ from posjax._checks import check, check_count, check_counts, check_heads
 from posjax._lowered import vary, varying
 from posjax._numbers import at_least_float32
 from posjax._shapes import in_blocks, joined, zeros_at
+from posjax._triangular import inverse_of_unit_triangle
 from posjax.linear.segments import last_segment, same_segment, segments_of
 
 
@@ -151,41 +152,7 @@ def _solve(products: Float[Array, "batch heads n n"], right: Float[Array, "batch
     """``u`` with ``u + L u = right``, for ``L`` the part of ``products`` below the diagonal."""
     if right.shape[2] == 1:
         return right
-    return jnp.einsum("bhij,bhjv->bhiv", _inverse(products), right)
-
-
-def _inverse(products: Float[Array, "batch heads n n"]) -> Float[Array, "batch heads n n"]:
-    """The inverse of ``1 + L``, by blocks on the diagonal, whose size doubles from 1:
-
-        inverse of [A, 0; B, C] = [A', 0; -C' B A', C']   with A' and C' the inverses of A and C
-
-    It takes matrix products alone. A triangular solve has as many steps as rows on a TPU, and on a CPU its gradient in
-    a loop may never end (jaxlib 0.10.2, two threads).
-    """
-    *lead, n, _ = products.shape
-    size = 1 << (n - 1).bit_length()
-    lower = jnp.pad(products, [(0, 0)] * len(lead) + [(0, size - n)] * 2)
-    inverse = jnp.ones((*lead, size, 1, 1), products.dtype)
-    while inverse.shape[-3] > 1:
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -_exact(_exact(second, _below(lower, inverse.shape[-1])), first)
-        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-    return inverse[..., 0, :n, :n]
-
-
-def _below(x: Float[Array, "batch heads n n"], size: int) -> Float[Array, "batch heads pairs size size"]:
-    """Of every two neighbouring blocks on the diagonal, the block under the first and beside the second."""
-    *lead, n, _ = x.shape
-    count = n // (2 * size)
-    below = x.reshape(*lead, count, 2, size, count, 2, size)[..., 1, :, :, 0, :]
-    same = jnp.eye(count, dtype=bool)[:, None, :, None]
-    return jnp.where(same, below, 0).sum(-2)
-
-
-def _exact(x: Array, y: Array) -> Array:
-    """A product in float32 also where the default is narrower: the inverse is built of products of products."""
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("bhij,bhjv->bhiv", inverse_of_unit_triangle(products), right)
 
 
 def _split(x: _Chunk, size: int) -> _Chunk:
