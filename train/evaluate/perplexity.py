@@ -160,7 +160,7 @@ def _measure_model(score: Callable, parameters: Any, windows: dict[str, Windows]
 
 
 @dataclass(frozen=True)
-class Losses:
+class PositionLosses:
     """The NLL of scored tokens, in nats, summed over windows, and the number of these tokens, both by position."""
 
     sums: Float[np.ndarray, "length"]
@@ -264,7 +264,7 @@ def _memory(compiled: Any) -> int | None:
     return None if held is None else sum(getattr(held, name) for name in sizes)
 
 
-def losses_of(score: Callable, parameters: Any, windows: Windows, rows: int) -> Losses:
+def losses_of(score: Callable, parameters: Any, windows: Windows, rows: int) -> PositionLosses:
     """The losses of windows, by the program of `scoring` for batches of `rows` windows, summed in float64.
 
     The last batch is filled up with windows of weight 0.
@@ -273,7 +273,7 @@ def losses_of(score: Callable, parameters: Any, windows: Windows, rows: int) -> 
     filled = [np.pad(values, ((0, missing), (0, 0))) for values in windows]
     batches = zip(*(np.split(values, len(values) // rows) for values in filled), strict=True)
     sums = [score(parameters, *batch) for batch in batches]
-    return Losses(np.sum(np.asarray(sums, np.float64), axis=0), windows.weights.sum(axis=0, dtype=np.float64))
+    return PositionLosses(np.sum(np.asarray(sums, np.float64), axis=0), windows.weights.sum(axis=0, dtype=np.float64))
 
 
 def _batches(windows: Windows, rows: int) -> int:

@@ -38,7 +38,7 @@ _ALLOCATION = re.compile(r"^\s*[\d.]+\w*\(\s*\d+%\);\s*([\d.]+)([KMGT]?)i?B?;[^;
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """HBM of one device, in bytes."""
 
     parameters: float
@@ -72,7 +72,7 @@ class CompiledStep:
     """A step as the compiler compiled it."""
 
     text: str  # the optimised program
-    memory: Memory
+    memory: DeviceMemory
     axes: dict[str, int]  # of the mesh
     coordinates: tuple[Coordinates, ...]  # of the devices of its first slice, in order
     flags: str | None = None  # of the compiler; None if unknown
@@ -100,7 +100,7 @@ def compile_step(
         text = (Path(directory) / "program.txt").read_text(encoding="utf-8")
     coordinates = tuple(map(tuple, reply["coordinates"]))
     allocations = tuple(Allocation(*each) for each in reply["largest"])
-    return CompiledStep(text, Memory(**reply["memory"]), reply["axes"], coordinates, flags, allocations)
+    return CompiledStep(text, DeviceMemory(**reply["memory"]), reply["axes"], coordinates, flags, allocations)
 
 
 def compiler_flags(chip: str, flags: str | None = None) -> str:
@@ -244,10 +244,10 @@ def _evaluation(config: Config, devices: list) -> tuple[Any, Any, tuple]:
     return mesh, program, (abstract, *shapes)
 
 
-def _memory(analysis: Any, state: Any, *batch: Any) -> Memory:
+def _memory(analysis: Any, state: Any, *batch: Any) -> DeviceMemory:
     """The memory of a program whose first argument is a state, or parameters alone."""
     parameters = getattr(state, "parameters", state)
-    return Memory(
+    return DeviceMemory(
         parameters=_bytes(parameters),
         optimizer=_bytes(getattr(state, "optimizer", ())),
         batch=_bytes(batch),

@@ -16,7 +16,7 @@ from train.plan.compiling import (
     EVALUATION,
     Allocation,
     CompiledStep,
-    Memory,
+    DeviceMemory,
     batch_of_evaluation,
     compile_step,
     does_not_fit,
@@ -38,7 +38,7 @@ class Plan:
     setup: Setup
     pod: Pod | Nodes
     axes: dict[str, int]
-    memory: Memory
+    memory: DeviceMemory
     flops: Flops
     tally: Tally
     flags: str = ""  # compiler flags of the step

@@ -42,8 +42,8 @@ from posjax.attention.tpu.backward_dma import (
     write,
 )
 from posjax.attention.tpu.dma import (
+    CurrentTile,
     KernelArrays,
-    Tile,
     anywhere,
     block_spec,
     feature_spec,
@@ -202,12 +202,12 @@ def _visit(row: KeyRow, kind: Kind, n, _) -> None:
 
     wait(row, kind, step)
     wait_sums(row, kind, order[0, n], step)
-    tile = Tile(kind, tile_of(order[0, n]), row.slot(step))
+    tile = CurrentTile(kind, tile_of(order[0, n]), row.slot(step))
     _tile(row, tile, row.dq.slots.at[jax.lax.rem(step, 3)])
     write(row, tile, order[0, n], step)
 
 
-def _tile(row: KeyRow, tile: Tile, dq) -> None:
+def _tile(row: KeyRow, tile: CurrentTile, dq) -> None:
     """Adds a tile to the gradients, part by part."""
     bias = row.config.bias
     level = row.config.bias.level(row, tile)
@@ -220,7 +220,7 @@ def _tile(row: KeyRow, tile: Tile, dq) -> None:
         bias.finish_tile(row, tile)
 
 
-def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
+def _part(row: KeyRow, tile: CurrentTile, first: int, level, dq) -> None:
     """Adds the queries of a tile from ``first`` on to the gradients."""
     pairs = tile.kind.pairs
     queries = pl.ds(first, row.blocks.part)
@@ -238,7 +238,7 @@ def _part(row: KeyRow, tile: Tile, first: int, level, dq) -> None:
         row.config.bias.sum_up(row, tile, first, d_scores)
 
 
-def _weights(row: KeyRow, tile: Tile, first: int, level, scores, seen, d_out) -> tuple:
+def _weights(row: KeyRow, tile: CurrentTile, first: int, level, scores, seen, d_out) -> tuple:
     """The weights of a part of a tile, and the gradient of its scores."""
     softcap = row.config.softcap
     queries = pl.ds(first, row.blocks.part)
@@ -271,7 +271,7 @@ def _d_scores_of_pair(d_scores, remapped_masks: tuple, n: int):
     return jnp.where(computed_here, d_scores, 0)
 
 
-def _pattern(row: KeyRow, tile: Tile, first: int) -> tuple:
+def _pattern(row: KeyRow, tile: CurrentTile, first: int) -> tuple:
     """Which pairs of a part are allowed, and the mask of each branch."""
     masked = tile.kind.masked
     remap = len(tile.kind.pairs) > 1

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from posjax.attention.formulas import LN2
 from posjax.attention.rows import PerQuery
 from posjax.attention.tiles import Kind
-from posjax.attention.tpu.dma import Buffers, KernelArrays, Tile, TileRow, at, for_pairs
+from posjax.attention.tpu.dma import Buffers, CurrentTile, KernelArrays, TileRow, at, for_pairs
 from posjax.attention.tpu.inputs import Inputs, KernelConfig, features_at
 from posjax.attention.tpu.terms import LANES
 from posjax.attention.tpu.tile_lists import choice_of, is_first, is_last, tile_of
@@ -228,7 +228,7 @@ def wait_sums(row: KeyRow, kind: Kind, entry, step) -> None:
         when(is_first(entry), clear)
 
 
-def write(row: KeyRow, tile: Tile, entry, step) -> None:
+def write(row: KeyRow, tile: CurrentTile, entry, step) -> None:
     """Starts to write ``dQ`` of a tile back, or the result if no later tile adds to it."""
     third = jax.lax.rem(step, 3)
     done = row.dq.finishes(entry)
@@ -246,7 +246,7 @@ def write(row: KeyRow, tile: Tile, entry, step) -> None:
     when(True if done is False else ~done, store)
 
 
-def _finish(row: KeyRow, tile: Tile, sums) -> None:
+def _finish(row: KeyRow, tile: CurrentTile, sums) -> None:
     wait_finished(row)
     row.dq.whole[...] = (sums * (LN2 * row.config.factor)).astype(row.dq.whole.dtype)
     row.finished(tile.index).start()

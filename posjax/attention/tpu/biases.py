@@ -17,7 +17,7 @@ from posjax.attention.formulas import LN2, LOG2E, bias_form, distance_numbers, e
 from posjax.attention.tiles import AHEAD, NEAR
 from posjax.attention.tpu import terms
 from posjax.attention.tpu.blocks import target
-from posjax.attention.tpu.dma import BiasArrays, Tile, TileRow
+from posjax.attention.tpu.dma import BiasArrays, CurrentTile, TileRow
 from posjax.attention.tpu.inputs import Inputs, KernelConfig
 from posjax.attention.tpu.terms import LANES, SUBLANES
 from posjax.masks import hides_ahead
@@ -97,10 +97,10 @@ class KernelBias:
     def part_of(self, row: TileRow, tile) -> tuple:
         """Index of the part of ``BiasArrays.copied`` that is copied for a tile."""
 
-    def level(self, row: TileRow, tile: Tile):
+    def level(self, row: TileRow, tile: CurrentTile):
         """A number that is added to all logits of a tile, or None."""
 
-    def begin_part(self, row: TileRow, tile: Tile, first: int) -> None:
+    def begin_part(self, row: TileRow, tile: CurrentTile, first: int) -> None:
         """Before the products of a part of a tile."""
 
     # Forward.
@@ -108,13 +108,13 @@ class KernelBias:
     def own(self, row: TileRow):
         """What it adds to all logits of each query of the row, ``[1, queries]``, if ``most`` is known; or None."""
 
-    def begin_tile(self, row: TileRow, tile: Tile) -> None:
+    def begin_tile(self, row: TileRow, tile: CurrentTile) -> None:
         """Before the first part of a tile."""
 
-    def of_keys(self, row: TileRow, tile: Tile):
+    def of_keys(self, row: TileRow, tile: CurrentTile):
         """What it adds to the logits of each key of a tile, besides the level, ``[1, keys]``."""
 
-    def add(self, row: TileRow, tile: Tile, first: int, logits):
+    def add(self, row: TileRow, tile: CurrentTile, first: int, logits):
         """The logits of a part, plus the part of the bias that varies within the tile."""
         return logits
 
@@ -123,17 +123,17 @@ class KernelBias:
     def begin_head(self, row: TileRow) -> None:
         """Before the first tile of a row for one of the heads that share the keys."""
 
-    def add_transposed(self, row: TileRow, tile: Tile, first: int, logits):
+    def add_transposed(self, row: TileRow, tile: CurrentTile, first: int, logits):
         """``add`` for keys by queries."""
         return logits
 
-    def begin_sums(self, row: TileRow, tile: Tile) -> None:
+    def begin_sums(self, row: TileRow, tile: CurrentTile) -> None:
         """Before the first part of a tile."""
 
-    def sum_up(self, row: TileRow, tile: Tile, first: int, d_logits) -> None:
+    def sum_up(self, row: TileRow, tile: CurrentTile, first: int, d_logits) -> None:
         """Adds gradients of the logits of a part, in base 2, to the sums."""
 
-    def finish_tile(self, row: TileRow, tile: Tile) -> None:
+    def finish_tile(self, row: TileRow, tile: CurrentTile) -> None:
         """After the last part of a tile."""
 
     def finish_head(self, row: TileRow) -> None:
@@ -292,7 +292,7 @@ class LinearInKey(_DifferenceOfTokens):
             return jax.lax.broadcasted_iota(jnp.int32, (row.blocks.k, LANES), 0).astype(jnp.float32)
         return self.minus(row.sums.columns[0][...], self.origins(row, 0)[1])
 
-    def _queries_ahead(self, row: TileRow, tile: Tile, first: int):
+    def _queries_ahead(self, row: TileRow, tile: CurrentTile, first: int):
         """Distance of the queries of a part from the first key of the block, a float32 row."""
         part = row.blocks.part
         q, k = self.origins(row, tile.index)
@@ -456,7 +456,7 @@ class ByDistance(KernelBias):
                 row.d_bias[0][row.group_head, first + n] += eight
 
 
-def _edge(tile: Tile) -> int:
+def _edge(tile: CurrentTile) -> int:
     """Index of the constant of a tile far behind or far ahead."""
     return int(tile.kind.reach == AHEAD)
 

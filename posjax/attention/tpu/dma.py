@@ -76,7 +76,7 @@ class Buffers(NamedTuple):
     bias: Any
 
 
-class Tile(NamedTuple):
+class CurrentTile(NamedTuple):
     """The current tile of a kernel: its kind, its number in the row, and the slot of its arrays."""
 
     kind: Kind
@@ -202,11 +202,11 @@ class TileRow:
         for source, target in zip(self.x.numbers[self.side], self.sums.columns, strict=True):
             target[...] = terms.column(source[...])
 
-    def axes(self, tile: Tile, first: int) -> tuple[Axis, Axis]:
+    def axes(self, tile: CurrentTile, first: int) -> tuple[Axis, Axis]:
         """The queries and the keys of the part of a tile that begins at ``first``."""
         return self._axis(0, tile, first), self._axis(1, tile, first)
 
-    def _axis(self, n: int, tile: Tile, first: int) -> Axis:
+    def _axis(self, n: int, tile: CurrentTile, first: int) -> Axis:
         start = self.x.starts[n]
         size = self.blocks[n]
         ranged = self.config.ranged[n]

@@ -27,7 +27,17 @@ from jax.experimental import pallas as pl
 from posjax._numbers import rounded_sum
 from posjax.attention.tiles import Kind
 from posjax.attention.tpu import terms
-from posjax.attention.tpu.dma import KernelArrays, Tile, block_spec, feature_spec, specs, start, wait, wait_for, walk
+from posjax.attention.tpu.dma import (
+    CurrentTile,
+    KernelArrays,
+    block_spec,
+    feature_spec,
+    specs,
+    start,
+    wait,
+    wait_for,
+    walk,
+)
 from posjax.attention.tpu.forward_dma import ForwardSums, QueryRow, arrays_of, scratch
 from posjax.attention.tpu.inputs import Inputs, KernelConfig, product, times_factor, work
 from posjax.attention.tpu.terms import LANES, PIECES, SUBLANES
@@ -125,7 +135,7 @@ def _sweep(row: QueryRow, following, slot, *, bounded: bool) -> None:
             start(dataclasses.replace(row, block=block), upcoming, 1 - current)
 
         wait(row, kind, current)
-        _tile(row, Tile(kind, tile_of(order[0, n]), current), bounded=bounded)
+        _tile(row, CurrentTile(kind, tile_of(order[0, n]), current), bounded=bounded)
 
     walk(row, visit)
 
@@ -245,7 +255,7 @@ def _append_to_keys(row: QueryRow) -> None:
     one = jnp.ones((1, row.blocks.k), jnp.float32)
     bias = row.config.bias
     # The numbers are the same in every tile, so any tile will do.
-    numbers = bias.of_keys(row, Tile(None, 0, 0)) if bias.in_features else jnp.zeros_like(one)
+    numbers = bias.of_keys(row, CurrentTile(None, 0, 0)) if bias.in_features else jnp.zeros_like(one)
     rows = terms.columns([*terms.pieces(numbers), one]).astype(row.buffers.k.dtype)
     for slot in range(2):
         for n in range(row.buffers.k.shape[1]):
@@ -258,7 +268,7 @@ def _clear(sums: ForwardSums) -> None:
     sums.out[...] = jnp.zeros_like(sums.out)
 
 
-def _tile(row: QueryRow, tile: Tile, *, bounded: bool) -> None:
+def _tile(row: QueryRow, tile: CurrentTile, *, bounded: bool) -> None:
     """Adds a tile to the sums, part by part."""
     config, part = row.config, row.blocks.part
     bias = config.bias
@@ -276,7 +286,7 @@ def _tile(row: QueryRow, tile: Tile, *, bounded: bool) -> None:
             _add(row.sums, logits, v, level)
 
 
-def _logits(row: QueryRow, tile: Tile, first: int, level):
+def _logits(row: QueryRow, tile: CurrentTile, first: int, level):
     """Logits of some keys of a tile, with its level unless that is None."""
     config = row.config
     queries, _, part = row.blocks

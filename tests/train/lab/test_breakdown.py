@@ -7,7 +7,7 @@ from posjax.scheme.presets import scheme
 from train.lab.steps import parts
 from train.lab.steps.breakdown import measure
 from train.lab.steps.parts import BACKWARD, FORWARD, NEITHER, Widths, part_of
-from train.plan.compiling import Memory
+from train.plan.compiling import DeviceMemory
 from train.plan.hlo import parse
 from train.plan.kernels import Kernels, visited_share
 from train.plan.network import Network
@@ -96,7 +96,7 @@ def test_each_part_has_its_time_and_all_add_up():
     share = visited_share(uniform(scheme("rope"), 1), 2048, causal=True)
     simulator = Simulator(parse(STEP), Network(target, {"fsdp": 4}, places), Kernels(target, share))
     widths = Widths(256, 1024, 8192, (4, 2), 64, 512, devices=4)
-    breakdown = measure("a step", simulator, Memory(*[0.0] * 7), 4 * 512, widths)
+    breakdown = measure("a step", simulator, DeviceMemory(*[0.0] * 7), 4 * 512, widths)
     cycles = {key: seconds * 1.75e9 for key, seconds in breakdown.parts.items()}
     assert cycles[parts.MLP, BACKWARD] == pytest.approx(3 * 100)
     assert cycles[parts.OPTIMIZER, NEITHER] == pytest.approx(500)

@@ -8,7 +8,7 @@ from refusals import refused
 
 from train.cli import main
 from train.lab.steps import saved_step
-from train.plan.compiling import CompiledStep, Memory
+from train.plan.compiling import CompiledStep, DeviceMemory
 from train.plan.pods import GIB, pod_of
 
 SIZES = {
@@ -46,7 +46,7 @@ def test_a_folder_of_another_trainer_is_read(tmp_path):
 
 @pytest.mark.lab
 def test_what_is_saved_is_read_again(tmp_path):
-    memory = Memory(parameters=0, optimizer=0, batch=0, arguments=7, temp=11, program=13, kept=17)
+    memory = DeviceMemory(parameters=0, optimizer=0, batch=0, arguments=7, temp=11, program=13, kept=17)
     step = CompiledStep(PROGRAM, memory, {"fsdp": 4}, tuple(map(tuple, PLACES)), "--xla_flag=1")
     saved_step.save(tmp_path / "new" / "ours", step, 4096)
     found = saved_step.read(tmp_path / "new" / "ours", CUBE)

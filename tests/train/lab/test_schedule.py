@@ -200,8 +200,8 @@ def test_what_is_stated_about_our_own_kernels_is_consistent(name):
 
 
 def test_allowed_pairs_are_counted():
-    window = posjax_kernels.Case(mask=Causal() & (Window(1000) | FirstTokens(4)))
-    segments = posjax_kernels.Case(packed=True)
+    window = posjax_kernels.KernelCase(mask=Causal() & (Window(1000) | FirstTokens(4)))
+    segments = posjax_kernels.KernelCase(packed=True)
     i, j = np.arange(2048)[:, None], np.arange(2048)
     for case, allowed in (
         (window, (j <= i) & ((i - j < 1000) | (j < 4))),

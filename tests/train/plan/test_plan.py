@@ -18,7 +18,7 @@ from train.config import load, parse
 from train.plan.compiling import (
     Allocation,
     CompiledStep,
-    Memory,
+    DeviceMemory,
     batch_of_evaluation,
     compiler_flags,
     largest,
@@ -114,7 +114,7 @@ def long_rows():
 
 
 def test_the_plan_of_a_compiled_step_adds_its_memory_and_predicts_its_speed(long_rows):
-    memory = Memory(*(n * GIB for n in (1.0, 2.0, 0.5, 4.0, 3.0, 0.25, 0.125)))
+    memory = DeviceMemory(*(n * GIB for n in (1.0, 2.0, 0.5, 4.0, 3.0, 0.25, 0.125)))
     axes = {"replica": 1, "data": 1, "fsdp": 4, "context": 1, "tensor": 1}
     places = ((0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (0, 1, 0, 0))
     step = CompiledStep(PROGRAM, memory, axes, places, "--xla_a=1", (Allocation(GIB, "f32[8,9]"),))

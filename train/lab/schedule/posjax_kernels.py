@@ -37,7 +37,7 @@ _ELSEWHERE = Blocks(512, 512, 512)
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """The arguments and options of attention, in addition to queries, keys and values."""
 
     bias: Any = None  # one of `posjax.bias`
@@ -57,7 +57,7 @@ def target_of(chip: str) -> Target:
     return next(found for found in TARGETS.values() if found.name == chip)
 
 
-def call(case: Case, q, k, v, params, ids) -> Call:
+def call(case: KernelCase, q, k, v, params, ids) -> Call:
     """A call of attention, with its usual scale.
 
     The features of remapped pairs differ from those of near ones; their values do not matter.
@@ -73,7 +73,7 @@ def _other(x):
     return x if isinstance(x, jax.ShapeDtypeStruct) else 2 * x
 
 
-def arguments(case: Case, shape: KernelShape) -> list:
+def arguments(case: KernelCase, shape: KernelShape) -> list:
     """Abstract arguments for `call`; every query head has its own keys."""
     keys = jax.ShapeDtypeStruct((1, shape.heads, shape.length, shape.head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((1, shape.heads, 1, *keys.shape[2:]), jnp.bfloat16)
@@ -91,7 +91,7 @@ class Tiles(NamedTuple):
     last: int
 
 
-def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, Tiles]:
+def tiles(case: KernelCase, shape: KernelShape, blocks: Blocks) -> dict[Kind, Tiles]:
     """The tiles of each kind. Kinds that would occur only with other segments have none."""
     kinds: list[Kind] = []
     jax.eval_shape(lambda ids: kinds.extend(_planned(case, shape, blocks, ids).kinds), arguments(case, shape)[-1])
@@ -104,7 +104,7 @@ def tiles(case: Case, shape: KernelShape, blocks: Blocks) -> dict[Kind, Tiles]:
     return {kind: Tiles(*(shape.heads * count[numbers.get(kind)] for count in counts)) for kind in kinds}
 
 
-def _planned(case: Case, shape: KernelShape, blocks: Blocks, ids) -> TilePlan:
+def _planned(case: KernelCase, shape: KernelShape, blocks: Blocks, ids) -> TilePlan:
     *qkv, params, _ = arguments(case, shape)
     x = call(case, *qkv, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params), ids)
     return plan_tiles(x, blocks, constant_from=x.bias.constant_from if bias_form(x) == "by distance" else None)
@@ -115,13 +115,13 @@ def documents(shape: KernelShape) -> np.ndarray:
     return (np.arange(shape.length, dtype=np.int32) * DOCUMENTS // shape.length)[None]
 
 
-def needed(case: Case, shape: KernelShape) -> int:
+def needed(case: KernelCase, shape: KernelShape) -> int:
     """The pairs that the mask allows, over all heads."""
     parts = DOCUMENTS if case.packed else 1
     return shape.heads * parts * int(prefix_pairs(case.mask, shape.length // parts)[-1])
 
 
-def forward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
+def forward(case: KernelCase, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
     """The forward kernel: for each block of queries one loop for every kind of tile.
 
     If a bound replaces the running maximum, a row whose weights all vanish under it is computed again; these loops are
@@ -141,7 +141,7 @@ def forward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> Kernel
     return KernelProgram(lambda: (partial(_attend, case, chip, (blocks, _ELSEWHERE)), arguments(case, shape)), launch)
 
 
-def backward(case: Case, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
+def backward(case: KernelCase, shape: KernelShape, blocks: Blocks, chip: str) -> KernelProgram:
     """The backward kernel: for each block of keys one loop for every kind of tile, and all gradients from each tile."""
     counts = tiles(case, shape, blocks)
     rows = shape.heads * shape.length // blocks.k
@@ -190,7 +190,9 @@ def _backward_products(blocks: Blocks, size: int, pairs: int) -> tuple[Product, 
     return ((k, size, part), (k, part, size), *of_pair * pairs) * (q // part)
 
 
-def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, Tiles], tokens: int, each: int) -> float:
+def _moved(
+    case: KernelCase, shape: KernelShape, blocks: Blocks, counts: dict[Kind, Tiles], tokens: int, each: int
+) -> float:
     """Bytes that all tiles move: `each` per token, segments, more features, and a window of a bias by distance."""
     window = 32 * (blocks.q + blocks.k) if isinstance(case.bias, T5 | Kerple) else 0
     tile = tokens * (each + 4 * case.packed) + window
@@ -198,12 +200,12 @@ def _moved(case: Case, shape: KernelShape, blocks: Blocks, counts: dict[Kind, Ti
     return sum(found.every * (tile + more * (len(kind.pairs) - 1)) for kind, found in counts.items())
 
 
-def _attend(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, params, ids):
+def _attend(case: KernelCase, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, params, ids):
     options = Options(blocks=blocks, bounded=case.is_bounded(chip), on=target_of(chip))
     return computed(everywhere(TPU(options)), call(case, q, k, v, params, ids)).out
 
 
-def _gradients(case: Case, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, params, ids, d_out):
+def _gradients(case: KernelCase, chip: str, blocks: tuple[Blocks, Blocks], q, k, v, params, ids, d_out):
     """Gradients of queries, keys and values, and of the bias' parameters if they are learned."""
     if not case.learned:
         return jax.vjp(lambda q, k, v: _attend(case, chip, blocks, q, k, v, params, ids), q, k, v)[1](d_out)
@@ -236,21 +238,21 @@ PLAIN, BOUNDED, BACK = "posjax, forward", "posjax with a bound, forward", "posja
 """The names of implementations without extra arguments."""
 
 _FORWARD_CASES = {
-    PLAIN: Case(bounded=False),
-    BOUNDED: Case(bounded=True),
-    "posjax ALiBi, forward": Case(ALiBi()),
-    "posjax T5, forward": Case(T5()),
-    "posjax KERPLE, forward": Case(Kerple()),
-    "posjax ReRoPE, forward": Case(beyond=512),
-    "posjax window and sinks, forward": Case(mask=Causal() & (Window(4096) | FirstTokens(4))),
-    "posjax segments, forward": Case(packed=True),
+    PLAIN: KernelCase(bounded=False),
+    BOUNDED: KernelCase(bounded=True),
+    "posjax ALiBi, forward": KernelCase(ALiBi()),
+    "posjax T5, forward": KernelCase(T5()),
+    "posjax KERPLE, forward": KernelCase(Kerple()),
+    "posjax ReRoPE, forward": KernelCase(beyond=512),
+    "posjax window and sinks, forward": KernelCase(mask=Causal() & (Window(4096) | FirstTokens(4))),
+    "posjax segments, forward": KernelCase(packed=True),
 }
 _BACKWARD_CASES = {
-    BACK: Case(),
-    "posjax ALiBi, backward": Case(ALiBi()),
-    "posjax learned ALiBi, backward": Case(ALiBi(learned=True), learned=True),
-    "posjax T5 with its gradient, backward": Case(T5(), learned=True),
-    "posjax KERPLE with its gradient, backward": Case(Kerple(), learned=True),
+    BACK: KernelCase(),
+    "posjax ALiBi, backward": KernelCase(ALiBi()),
+    "posjax learned ALiBi, backward": KernelCase(ALiBi(learned=True), learned=True),
+    "posjax T5 with its gradient, backward": KernelCase(T5(), learned=True),
+    "posjax KERPLE with its gradient, backward": KernelCase(Kerple(), learned=True),
 }
 POSJAX_KERNELS = {
     **{name: Implementation(partial(forward, case), FORWARD_SIZES) for name, case in _FORWARD_CASES.items()},

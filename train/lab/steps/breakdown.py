@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from train.lab.steps.parts import Widths, part_of, pass_of
 from train.lab.steps.products import products_of
-from train.plan.compiling import Memory
+from train.plan.compiling import DeviceMemory
 from train.plan.hlo import Instruction
 from train.plan.network import Traffic, kind_of
 from train.plan.timeline import Simulator, Tally
@@ -45,7 +45,7 @@ class Breakdown:
     """The measurements of a step."""
 
     name: str
-    memory: Memory
+    memory: DeviceMemory
     tokens: int
     tally: Tally
     parts: Counter[tuple[str, str]] = field(default_factory=Counter)  # seconds of a device, by part and pass
@@ -59,7 +59,7 @@ class Breakdown:
         return any(launches.seconds is None for launches in self.kernels.values())
 
 
-def measure(name: str, simulator: Simulator, memory: Memory, tokens: int, widths: Widths) -> Breakdown:
+def measure(name: str, simulator: Simulator, memory: DeviceMemory, tokens: int, widths: Widths) -> Breakdown:
     """Simulates a program and sums its instructions by part and pass.
 
     The seconds of all parts add up to the timeline's compute; kernels and waiting come in addition.

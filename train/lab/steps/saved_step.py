@@ -20,7 +20,7 @@ from pathlib import Path
 
 from posjax._checks import check
 from train.config.typed import section
-from train.plan.compiling import CompiledStep, Memory
+from train.plan.compiling import CompiledStep, DeviceMemory
 from train.plan.pods import Pod
 from train.runtime.lines import in_a_line
 
@@ -32,7 +32,7 @@ _SIZES = {
     "program": "generated_code_size_in_bytes",
     "kept": "output_size_in_bytes",
 }
-"""Fields of `Memory`, and their names in ``compiled.memory_analysis()``. Results that reuse an argument's memory are
+"""Fields of `DeviceMemory`, and their names in ``compiled.memory_analysis()``. Results in the memory of an argument are
 subtracted from ``kept``."""
 
 _ALIAS = "alias_size_in_bytes"
@@ -113,8 +113,8 @@ def read(folder: Path, pod: Pod) -> SavedStep:
     return SavedStep(folder.name, step, file.tokens, schedules if schedules.is_dir() else None)
 
 
-def _memory(sizes: Mapping[str, float]) -> Memory:
+def _memory(sizes: Mapping[str, float]) -> DeviceMemory:
     """The memory of a step, without the kinds of its arguments."""
     found = {key: sizes[name] for key, name in _SIZES.items()}
     found["kept"] -= min(found["kept"], sizes.get(_ALIAS, 0))
-    return Memory(parameters=0.0, optimizer=0.0, batch=0.0, **found)
+    return DeviceMemory(parameters=0.0, optimizer=0.0, batch=0.0, **found)
