@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from posjax._checks import check, check_choice, describe
+from posjax._checks import check, check_choice, check_count, describe
 from posjax.nn.huggingface.files import Entry
 from posjax.nn.huggingface.gguf_architectures import architecture_of
 from posjax.nn.huggingface.gguf_file import read_header, read_tensor
@@ -49,7 +49,9 @@ class GGUF:
         self._check_keys()
         check("model.embed_tokens.weight" in self._tensors, f"{path} has no tensor token_embd.weight")
         for key in ("embedding_length", "attention.head_count"):
-            check(self._own(key) is not None, f"{path} has no {self._name}.{key}")
+            found = self._own(key)
+            check(found is not None, f"{path} has no {self._name}.{key}")
+            check_count(f"{path}: {self._name}.{key}", found)
         self.entries: Mapping[str, Entry] = {
             name: Entry(str(path), tensor.offset, np.dtype(np.float32), tensor.shape)
             for name, tensor in self._tensors.items()

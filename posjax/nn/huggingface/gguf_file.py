@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posjax._checks import POINTER, check, check_no_pointer
+from posjax._checks import POINTER, check, check_count, check_no_pointer
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -98,6 +98,7 @@ def _header(cursor: _Cursor, size: int) -> Header:
     values = {cursor.text(): cursor.value(cursor.number("u4")) for _ in range(value_count)}
     infos = list(_tensor_infos(cursor, tensor_count))
     alignment = values.get("general.alignment", _ALIGNMENT)
+    check_count("general.alignment", alignment)
     data = -(-cursor.place // alignment) * alignment
     tensors = {each.name: each._replace(offset=data + each.offset) for each in infos}
     for each in tensors.values():

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posjax._checks import check_choice
+from posjax._checks import check, check_choice, describe
 
 # The pre-tokenizers of a tokenizer.json by llama.cpp's names: how text is split before BPE merges pairs.
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -44,10 +44,11 @@ def tokenizer_files(get: Get) -> dict[str, str]:
         get: the value of a key of the file's metadata, or None.
 
     Raises:
-        ValueError: for another kind of tokenizer, or an unsupported split of words.
+        ValueError: for another kind of tokenizer, an unsupported split of words, and lists that do not fit each other.
     """
-    kind, tokens = get("tokenizer.ggml.model"), get("tokenizer.ggml.tokens")
+    kind = get("tokenizer.ggml.model")
     check_choice("tokenizer.ggml.model", kind, tuple(_KINDS))
+    tokens = _list(get, "tokens")
     whole = {
         "version": "1.0",
         "truncation": None,
@@ -62,11 +63,35 @@ def tokenizer_files(get: Get) -> dict[str, str]:
     }
 
 
+def _list(get: Get, key: str, count: int | None = None) -> list[Any]:
+    """A list of the metadata, of so many values if that is given."""
+    found = get(f"tokenizer.ggml.{key}")
+    fits = isinstance(found, list) and count in (None, len(found))
+    wanted = "a list" if count is None else f"a list of {count}"
+    check(fits, f"tokenizer.ggml.{key} must be {wanted}, found {describe(found)}")
+    return found
+
+
+def _types(get: Get, tokens: Sequence[str]) -> list[int]:
+    """The type of every token; all are normal in a file that does not say."""
+    unsaid = get("tokenizer.ggml.token_type") is None
+    return [_NORMAL] * len(tokens) if unsaid else _list(get, "token_type", len(tokens))
+
+
+def _id(get: Get, name: str, tokens: Sequence[str]) -> int | None:
+    """The number of a special token, or None."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = get(key)
+    fits = found is None or (isinstance(found, int) and 0 <= found < len(tokens))
+    check(fits, f"{key} must be one of {len(tokens)} tokens, found {describe(found)}")
+    return found
+
+
 def _byte_level(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
     """BPE over bytes that are written as letters, as in GPT-2."""
     split = get("tokenizer.ggml.pre")
     check_choice("tokenizer.ggml.pre", split, tuple(_SPLITS))
-    merges = [merge.split(" ") for merge in get("tokenizer.ggml.merges")]
+    merges = [merge.split(" ") for merge in _list(get, "merges")]
     return {
         "normalizer": _NORMALIZERS.get(split),
         "pre_tokenizer": _SPLITS[split],
@@ -81,9 +106,9 @@ def _sentencepiece(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     stripped = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if first else []
-    types = get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = _types(get, tokens)
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    merges = _merges_by_score(tokens, get("tokenizer.ggml.scores"))
+    merges = _merges_by_score(tokens, _list(get, "scores", len(tokens)))
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*first, spaces]},
         "pre_tokenizer": None,
@@ -116,7 +141,7 @@ def _bpe(tokens: Sequence[str], merges: list[list[str]], **options: Any) -> dict
 
 def _added(get: Get, tokens: Sequence[str]) -> list[dict[str, Any]]:
     """Special tokens, and tokens that are never split."""
-    types = get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = _types(get, tokens)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {"id": n, "content": token, "special": kind in (_CONTROL, _UNKNOWN)} | flags
@@ -127,7 +152,7 @@ def _added(get: Get, tokens: Sequence[str]) -> list[dict[str, Any]]:
 
 def _special(get: Get, tokens: Sequence[str]) -> dict[str, Any]:
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    ids = {key: get(f"tokenizer.ggml.{ours}_token_id") for ours, key in names.items()}
+    ids = {key: _id(get, ours, tokens) for ours, key in names.items()}
     tokenizer_config = {key: tokens[n] for key, n in ids.items() if n is not None}
     template = get("tokenizer.chat_template")
     tokenizer_config |= {"chat_template": template} if template else {}
@@ -140,7 +165,7 @@ def _added_around(get: Get, tokens: Sequence[str], kind: str) -> dict[str, Any] 
     As in llama.cpp, BOS is added before texts of SentencePiece and Llama 3 unless the metadata says otherwise.
     """
     usual = {"bos": kind == "llama" or get("tokenizer.ggml.pre") == "llama-bpe", "eos": False}
-    ids = {name: get(f"tokenizer.ggml.{name}_token_id") for name in usual}
+    ids = {name: _id(get, name, tokens) for name in usual}
     asked = {name: get(f"tokenizer.ggml.add_{name}_token") for name in usual}
     wanted = {name: usual[name] if asked[name] is None else asked[name] for name in usual}
     added = {name: n for name, n in ids.items() if n is not None and wanted[name]}

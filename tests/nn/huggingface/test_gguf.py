@@ -367,6 +367,11 @@ def partly_rotated(writer):
     writer.add_rope_dimension_count(8)
 
 
+def heads_by_layer(writer):
+    without("llama.attention.head_count")(writer)
+    writer.add_head_count([4, 4])
+
+
 REFUSED = [
     ("architecture", {"architecture": "mamba"}),
     ("mixture of experts", {"edit": lambda writer: writer.add_expert_count(8)}),
@@ -378,25 +383,36 @@ REFUSED = [
     ("llama.attention.sliding_window", {"edit": lambda writer: writer.add_sliding_window(9)}),
     ("llama.logit_scale", {"edit": lambda writer: writer.add_logit_scale(0.5)}),
     ("llama.attention.head_count", {"edit": without("llama.attention.head_count")}),
+    ("llama.attention.head_count", {"edit": heads_by_layer}),
     ("unexpected tensors", {"more": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}),
     ("blk.0.attn_sinks", {"more": {"blk.0.attn_sinks": np.ones(4, np.float32)}}),
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), REFUSED, ids=[name for name, _ in REFUSED])
+@pytest.mark.parametrize(("name", "options"), REFUSED, ids=[f"{n} {name}" for n, (name, _) in enumerate(REFUSED)])
 def test_a_file_that_decoder_does_not_support(name, options, tmp_path):
     write(tmp_path / "tiny.gguf", **options)
     refused(name, lambda: from_pretrained(tmp_path / "tiny.gguf"))
 
 
-@pytest.mark.parametrize(("name", "value"), [("pre", "chatglm-bpe"), ("pre", "default"), ("model", "bert")])
-def test_an_unknown_tokenizer_is_refused(name, value, tmp_path):
+UNREADABLE = [
+    ("pre", lambda writer: writer.add_tokenizer_pre("chatglm-bpe")),
+    ("pre", lambda writer: writer.add_tokenizer_pre("default")),
+    ("model", lambda writer: writer.add_tokenizer_model("bert")),
+    ("merges", lambda writer: None),
+    ("token_type", lambda writer: writer.add_token_types([1])),
+    ("eos_token_id", lambda writer: writer.add_eos_token_id(10**6)),
+]
+
+
+@pytest.mark.parametrize(("name", "replace"), UNREADABLE, ids=[f"{n} {name}" for n, (name, _) in enumerate(UNREADABLE)])
+def test_an_unreadable_tokenizer_is_refused(name, replace, tmp_path):
     """The model itself is read. Writing it back with that tokenizer is refused and leaves no folder."""
 
     def edit(writer):
         with_tokenizer(trained("gpt-2"), "gpt-2")(writer)
-        writer.kv_data[0].pop(f"tokenizer.ggml.{name}")
-        getattr(writer, f"add_tokenizer_{name}")(value)
+        writer.kv_data[0].pop(f"tokenizer.ggml.{name}", None)
+        replace(writer)
 
     path = tmp_path / "tiny.gguf"
     write(path, edit=edit)
