@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
+from posjax.scheme.choices import check_reach
 from train import report
 from train.checkpoint.directory import read_config
 from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore, results_of
@@ -175,11 +176,17 @@ def _key_tokens(config: Config, tokenizer: Tokenizer, mesh: Mesh | None) -> KeyT
 
 
 def _evaluator(config: Config, tokenizer: Tokenizer) -> Config:
-    """The config of the evaluator. Raises ValueError unless its tokens are those of the models that are measured."""
-    path = config.evaluate.longppl.evaluator
+    """The config of the evaluator.
+
+    Raises ValueError unless it predicts the next token, has the tokens of the models that are measured, and reads the
+    longest rows.
+    """
+    path, name = config.evaluate.longppl.evaluator, "evaluate.longppl.evaluator"
     found = config_of(path)
+    check(found.model.causal, f"{name}: {path} is a masked-token model, which does not predict the next token")
     same = load_tokenizer(found.data).identity == tokenizer.identity
-    check(same, f"evaluate.longppl.evaluator: {path} has another tokenizer, and so no key tokens for this model")
+    check(same, f"{name}: {path} has another tokenizer, and so no key tokens for this model")
+    check_reach(Setup(found).decoder.layers.reach, name, config.evaluate.lengths[-1])
     return found
 
 

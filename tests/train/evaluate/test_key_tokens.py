@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from refusals import refused
-from released_models import TEXT, VOCABULARY, write_released, write_tokenizer
+from released_models import GPT2, TEXT, VOCABULARY, write_released, write_tokenizer
 
 from train import cli
 from train.config.settings.evaluate import EvaluateConfig, LongPPLConfig
@@ -71,6 +71,10 @@ def test_an_evaluation_has_it_at_the_lengths_above_the_short_one(tmp_path, capsy
     sizes["longppl"]["evaluator"] = str(tmp_path / "other")
     assert cli.main(["evaluate", *arguments, f"evaluate={json.dumps(sizes)}"]) == cli.WRONG_INPUT
     assert "evaluate.longppl.evaluator" in capsys.readouterr().err
+    write_released(tmp_path / "short", **GPT2)
+    sizes["longppl"]["evaluator"] = str(tmp_path / "short")
+    assert cli.main(["evaluate", *arguments, f"evaluate={json.dumps(sizes)}"]) == cli.WRONG_INPUT
+    assert "evaluate.longppl.evaluator: rows of 64 tokens" in capsys.readouterr().err
 
 
 def test_sizes_that_do_not_fit_are_refused():
