@@ -95,6 +95,13 @@ def check_tokens(name: str, array: Any) -> None:
     check(jnp.issubdtype(array.dtype, jnp.integer), f"{name} must be integers, found {array.dtype}")
 
 
+def check_valid(valid: Any, of: str, shape: tuple[int, ...]) -> None:
+    """Raises unless ``valid`` is an array of booleans with the shape of the tokens ``of``."""
+    check_array("valid", valid)
+    fits = valid.shape == shape and valid.dtype == bool
+    check(fits, f"valid must be booleans of the shape of {of}, {shape}, found {describe(valid)}")
+
+
 def check_heads(name: str, array: Any) -> None:
     """Raises unless ``array`` is ``[batch, length, heads, size]`` of a floating dtype, no axis empty but the batch."""
     check_rank(name, array, 4, "[batch, length, heads, size]")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from posjax import _serial
-from posjax._checks import check, check_length, check_tokens, describe
+from posjax._checks import check, check_array, check_length, check_tokens, check_valid, describe
 from posjax._mesh import axes_of, explicit_spec, on_auto_axes
 from posjax._numbers import at_least_float32
 from posjax.attention.rows import ATTENDED
@@ -261,7 +261,10 @@ class Decoder(nnx.Module):
         check(tokens.shape[0] == rows, f"tokens must have the {rows} rows of the cache, found shape {tokens.shape}")
         check_length(length)
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        _check_shapes(tokens, positions, valid, coordinates)
+        check_valid(valid, "tokens", tokens.shape)
+        _check_shapes(tokens, positions, None, coordinates)
+        if positions is not None:
+            check_array("positions", positions)
         seen = cache.used[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)
         index = jnp.where(valid, seen - 1, 0)
         token_positions = index if positions is None else jnp.broadcast_to(positions, tokens.shape)
@@ -434,6 +437,7 @@ def _check_shapes(tokens, positions, segment_ids, coordinates) -> None:
     columns = tokens.shape[1]
     check(columns > 0, f"tokens must hold at least one token, found shape {tokens.shape}")
     if segment_ids is not None:
+        check_array("segment_ids", segment_ids)
         shape = segment_ids.shape
         check(shape == tokens.shape, f"segment_ids must have the shape of tokens, {tokens.shape}, found {shape}")
     if positions is not None:
@@ -441,7 +445,8 @@ def _check_shapes(tokens, positions, segment_ids, coordinates) -> None:
         fits = shape in ((columns,), (1, columns), tokens.shape)
         check(fits, f"positions must have shape {(columns,)} or {tokens.shape}, found {shape}")
     if coordinates is not None:
-        shape = jnp.shape(coordinates)
+        check_array("coordinates", coordinates)
+        shape = coordinates.shape
         fits = len(shape) > 1 and shape[:-1] in ((columns,), (1, columns), tokens.shape)
         check(fits, f"coordinates must have shape [*{tokens.shape}, axes] or [{columns}, axes], found {shape}")
 

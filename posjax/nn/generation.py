@@ -24,6 +24,7 @@ from posjax._checks import (
     check_length,
     check_number,
     check_tokens,
+    check_valid,
     describe,
     is_known,
 )
@@ -355,9 +356,7 @@ def _check_prompts(prompts: Any, valid: Any) -> None:
     check(0 not in shape, f"prompts must hold at least one token, found shape {shape}")
     if valid is None:
         return
-    check_array("valid", valid)
-    fits = valid.shape == shape and valid.dtype == bool
-    check(fits, f"valid must be booleans of the shape of prompts, {shape}, found {describe(valid)}")
+    check_valid(valid, "prompts", shape)
     if is_known(valid):
         counts = np.asarray(valid).sum(1)
         check(counts.min() > 0, f"valid: row {counts.argmin()} has no token; give every prompt at least one")

@@ -95,6 +95,10 @@ REFUSED = [
     ("positions", called(positions=TOKENS[:2])),
     ("coordinates", called(coordinates=np.zeros((3, 4)))),
     ("coordinates", called(coordinates=np.zeros((2, 4, 2)))),
+    ("segment_ids", called(segment_ids=[[0] * 4] * 3)),
+    ("valid", decoded(valid=np.ones((3, 2), bool))),
+    ("valid", decoded(valid=np.ones((3, 1)))),
+    ("positions", decoded(positions=Range(0, 1))),
     ("bidirectional", decoded(causal=False)),
     ("chunk", decoded(tokens=TOKENS)),
     (
