@@ -201,7 +201,7 @@ class PosjaxLM(TemplateLM):
         lookback = _LOOKBACK + max((len(stop.encode()) for stop in stops), default=0)
 
         def is_over(tokens: list[int]) -> bool:
-            recent = self._decoded(tokens[-lookback:])
+            recent = self._decoded(tokens[-lookback:], special=True)  # a stop string may be a special token
             return any(stop in recent for stop in stops)
 
         cut = [context[-room:] for context in contexts]
