@@ -24,7 +24,7 @@ Scheme scheme scheme_names Layers nn.Attention nn.Block nn.Decoder nn.DecoderCon
 # not import each other, except for a method that is built on another (BUILT_OF).
 FLOORS = [
     {"_checks"},
-    {"_numbers", "_serial", "_shapes"},
+    {"_numbers", "_serial", "_shapes", "_triangular"},
     {"positions"},
     {"_axes"},
     {"_slots", "_angles", "training_positions", "layout", "_lowered", "_mesh"},
