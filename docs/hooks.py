@@ -18,7 +18,7 @@ from pages import GROUPS, members, overview, page
 
 import posjax as pj
 
-_GUIDES = ("index.md", "choosing.md", "released.md", "own-model.md", "own-methods.md", "decoding.md")
+_GUIDES = ("choosing.md", "released.md", "own-model.md", "own-methods.md", "decoding.md")
 _TRAINING = (
     "training.md",
     "launching.md",
@@ -30,6 +30,7 @@ _TRAINING = (
     "plans.md",
 )
 _RESULTS = ("results.md", "studies.md")
+_PROJECT = ("contributing.md", "changelog.md")
 MODULES = tuple(found.name for found in pkgutil.iter_modules(pj.__path__) if not found.name.startswith("_"))
 
 
@@ -75,13 +76,13 @@ def navigation() -> list[Any]:
     groups = [{title: [{m.name: f"{m.path}.md"} for m in members(slot)]} for slot, title in GROUPS.items()]
     modules = [{f"posjax.{name}": f"api/{name}.md"} for name in MODULES]
     return [
-        *_GUIDES,
-        {"Train on a pod": list(_TRAINING)},
+        {"Start": "index.md"},
+        {"Guides": list(_GUIDES)},
         {"Methods": [{"All methods": "methods/index.md"}, *groups]},
+        {"Train on a pod": list(_TRAINING)},
         {"Results": list(_RESULTS)},
         {"Modules": modules},
-        "contributing.md",
-        "changelog.md",
+        {"Project": list(_PROJECT)},
     ]
 
 
