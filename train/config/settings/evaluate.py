@@ -166,6 +166,7 @@ class EvaluateConfig:
         most, stride = self.lengths[0], self.stride
         check(0 <= stride <= most, f"evaluate.stride must be from 0 to the shortest length, {most}, found {stride}")
         for task in self.tasks:
+            check(task not in RULER, f"evaluate.tasks: {task!r} is a task of RULER; name it in evaluate.ruler.tasks")
             if task not in SECTIONS:
                 raise unknown("evaluate.tasks", task, list(SECTIONS), "task")
         check_distinct("evaluate.tasks", self.tasks, "leave one out")
