@@ -18,18 +18,11 @@ from pages import GROUPS, members, overview, page
 
 import posjax as pj
 
-_GUIDES = ("index.md", "choosing.md", "released.md", "own-model.md", "own-methods.md", "decoding.md")
-_TRAINING = (
-    "training.md",
-    "launching.md",
-    "gpus.md",
-    "checkpoints.md",
-    "evaluation.md",
-    "long-context.md",
-    "comparing.md",
-    "plans.md",
-)
+_GUIDES = ("choosing.md", "released.md", "own-model.md", "own-methods.md", "decoding.md")
+_TRAINING = ("training.md", "launching.md", "gpus.md", "checkpoints.md", "plans.md")
+_MEASURING = ("comparing.md", "evaluation.md", "long-context.md")
 _RESULTS = ("results.md", "studies.md")
+_PROJECT = ("contributing.md", "changelog.md")
 MODULES = tuple(found.name for found in pkgutil.iter_modules(pj.__path__) if not found.name.startswith("_"))
 
 
@@ -71,17 +64,18 @@ def generated() -> list[tuple[str, str]]:
 
 
 def navigation() -> list[Any]:
-    """The menu: guides, the methods by the slot they are about, results, and the reference of the modules."""
+    """The menu: guides, the methods by the slot they are about, training, results, and the reference of the modules."""
     groups = [{title: [{m.name: f"{m.path}.md"} for m in members(slot)]} for slot, title in GROUPS.items()]
     modules = [{f"posjax.{name}": f"api/{name}.md"} for name in MODULES]
     return [
-        *_GUIDES,
-        {"Train on a pod": list(_TRAINING)},
+        {"Start": "index.md"},
+        {"Guides": list(_GUIDES)},
         {"Methods": [{"All methods": "methods/index.md"}, *groups]},
+        {"Train on a pod": list(_TRAINING)},
+        {"Measure": list(_MEASURING)},
         {"Results": list(_RESULTS)},
         {"Modules": modules},
-        "contributing.md",
-        "changelog.md",
+        {"Project": list(_PROJECT)},
     ]
 
 

@@ -34,10 +34,10 @@ def rows(method: Method) -> list[tuple[str, ...]]:
     ]
 
 
-def ends(method: Method) -> str:
+def ends(method: Method) -> tuple[str, str]:
     """Perplexities at the first and the last length, of the first entry that shows a method; empty if none does."""
     found = [row for row in rows(method) if row[0] != CONTROL or method.name == CONTROL]
-    return f"{found[0][-len(LENGTHS)]}, {found[0][-1]}" if found else ""
+    return (found[0][-len(LENGTHS)], found[0][-1]) if found else ("", "")
 
 
 @functools.cache

@@ -45,6 +45,8 @@ GROUPS = {
     "linear": "Linear attention",
     "recipe": "Layer recipes",
 }
+FILTERS = ("slot", "training", "cache", "TPU", "GPU")
+"""The columns of the table of all methods that it can be filtered by: each has few values."""
 _CACHES = {
     "rotated": "keys as the norm and the map of keys leave them",
     "raw": "keys before their map, which is taken whenever they are read",
@@ -72,17 +74,18 @@ def page(method: Method, caption: str) -> str:
 
 
 def overview() -> str:
-    """The table of all methods, each once."""
+    """The table of all methods, each once; ``tables.js`` makes it sortable, and filterable by some of its columns."""
+    near, far = f"at {measured.LENGTHS[0]}", f"at {measured.LENGTHS[-1]:,}"
     about = (
         f"{len(methods())} methods, by the slot that they are about. *Training*: whether a model must be trained with "
-        "the method. *Cache*: what decoding keeps ([decoding](../decoding.md)). *TPU* and *H100*: whether a flash "
-        "attention kernel computes it (on a GPU one of cuDNN or of posjax, in half precision), or else "
-        "blocks of XLA's own operations, all in linear memory. *Measured*: perplexity per "
-        f"byte of small decoders at {measured.LENGTHS[0]} bytes, as in training, and at {measured.LENGTHS[-1]:,} "
+        "the method. *Cache*: what decoding keeps ([decoding](../decoding.md)). *TPU* and *GPU* (H100): whether a "
+        "flash attention kernel computes it (on a GPU one of cuDNN or of posjax, in half precision), or else "
+        f"blocks of XLA's own operations, all in linear memory. *{near.capitalize()}* and *{far}*: perplexity per byte "
+        "of small decoders over so many bytes, of which the first is the length of training "
         "([What was measured](../results.md#the-zoo)); the page of a method says whether it was trained or put "
         "on trained RoPE."
     )
-    head = ("method", "slot", "what it is", "source", "training", "cache", "TPU", "H100", "measured")
+    head = ("method", "slot", "what it is", "source", "training", "cache", "TPU", "GPU", near, far)
     rows = [
         (
             link(m),
@@ -93,12 +96,13 @@ def overview() -> str:
             kinds(m.scheme),
             cost(m, "tpu"),
             cost(m, "cudnn", "gpu"),
-            measured.ends(m),
+            *measured.ends(m),
         )
         for slot, title in GROUPS.items()
         for m in members(slot)
     ]
-    return "\n\n".join(["# Methods", about, table(rows, *head)])
+    shown = f'<div class="choosable" data-filters="{", ".join(FILTERS)}" markdown>\n\n{table(rows, *head)}\n\n</div>'
+    return "\n\n".join(["# Methods", about, shown])
 
 
 def members(slot: str) -> list[Method]:

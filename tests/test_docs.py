@@ -74,14 +74,18 @@ def test_a_page_and_the_overview_show_what_was_measured(path, label):
     assert f"{mean_perplexity(label, 2048):.2f} |" in row
 
 
-def test_the_overview_has_every_method_once_with_training_cache_and_kernel():
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in overview().splitlines()[6:]]
-    found = {row[0].split("../")[1].split(".md")[0]: row[4:7] for row in rows}
+def test_the_overview_has_every_method_once_with_what_it_can_be_filtered_by():
+    lines = [line for line in overview().splitlines() if line.startswith("| ")]
+    head, _, *rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines]
+    filters = re.search('data-filters="(.*)" markdown>', overview())[1].split(", ")
+    found = {row[0].split("../")[1].split(".md")[0]: [row[head.index(name)] for name in filters] for row in rows}
+    assert filters == ["slot", "training", "cache", "TPU", "GPU"]
     assert len(found) == len(rows) == len(PAGES)
-    assert found["methods/alibi"] == ["yes", "rotated", "kernel"]
-    assert found["methods/streaming"] == ["no", "raw, ring", "kernel"]
-    assert found["rules/yarn"] == ["fine-tuning", "rotated", "kernel"]
-    assert found["methods/linear-elu"] == ["yes", "state", "linear in the length"]
+    assert found["methods/alibi"] == ["Biases", "yes", "rotated", "kernel", "kernel"]
+    assert found["methods/streaming"] == ["Distances remapped", "no", "raw, ring", "kernel", "kernel"]
+    assert found["rules/yarn"] == ["Frequency rules", "fine-tuning", "rotated", "kernel", "kernel"]
+    linear = "linear in the length"
+    assert found["methods/linear-elu"] == ["Linear attention", "yes", "state", linear, linear]
 
 
 def test_every_option_is_described():

@@ -216,6 +216,7 @@ def test_bad_input_is_named_in_one_line(name, call):
 ADVICE = [
     ("did you mean 'coca-\\w+'.*; posjax.scheme_names\\(\\)", lambda: pj.scheme("coca")),
     ("; to give its name, write .*'name'", lambda: pj.scheme("rope", bias="alibi")),
+    (r"to give its name, write frequencies=\{'name': 'yarn'\}", lambda: ROPE.extend(frequencies="yarn")),
     (r"write q_positions\[:, None\]", attend(ROPE, X[:, :1], q_positions=jnp.array([3, 5]))),
     ("use mask=Causal.*symmetric=True", attention(bias=bias.ALiBi())),
     (r"write ALiBi\(...\)", lambda: Scheme(bias=bias.ALiBi)),

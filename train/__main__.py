@@ -2,6 +2,9 @@
 
 import sys
 
-from train.cli import main
+try:
+    from train.cli import main
+except ModuleNotFoundError as error:
+    sys.exit(f'error: train needs the package {error.name}: pip install -e ".[train]"')
 
 sys.exit(main())

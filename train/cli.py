@@ -89,7 +89,8 @@ def _run_of(path: str, overrides: Sequence[str]) -> str | Path:
     from posjax.nn.huggingface.hub import is_name  # imports jax
 
     if not is_name(path):
-        raise FileNotFoundError(f"there is no run, released model or config at {path!r}")
+        hint = "models at the Hugging Face hub have names as org/name"
+        raise FileNotFoundError(f"there is no run, released model or config at {path!r}; {hint}")
     return path
 
 
@@ -360,7 +361,7 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
         hint = _nearest_option(strange, options.command)
         options.parser.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
     del options.parser
-    options.overrides += rest
+    options.overrides = [*options.overrides, *rest]
     return vars(options) | others
 
 
@@ -372,10 +373,10 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 
 def _nearest_option(strange: Sequence[str], command: str) -> str:
-    """A hint at the option nearest to the first unknown one; empty if no option is near."""
-    known = [name for name in (*_ARGUMENTS.get(command, {}), "--traceback", "--help") if name.startswith("-")]
+    """A hint at the option nearest to the first unknown one; if none is near, at how a key of the config is set."""
+    known = [name for name in (*_ARGUMENTS.get(command, {}), "--traceback") if name.startswith("-")]
     found = next((argument.partition("=")[0] for argument in strange if argument.startswith("-")), "")
-    return nearest(found, known)
+    return nearest(found, known) or "; a key of the config is set as in train.steps=100"
 
 
 def _parser() -> _Parser:
@@ -388,7 +389,11 @@ def _parser() -> _Parser:
         for argument, settings in _ARGUMENTS.get(name, {}).items():
             sub.add_argument(argument, **settings)
         sub.add_argument(
-            "overrides", metavar="key.path=value", nargs="*", help="replaces a value of the config, as train.steps=100"
+            "overrides",
+            metavar="key.path=value",
+            nargs="*",
+            default=(),  # without a default, messages name it as required
+            help="replaces a value of the config, as train.steps=100",
         )
         sub.add_argument("--traceback", action="store_true", help="show where an error was raised")
         sub.set_defaults(parser=sub)

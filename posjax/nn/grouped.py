@@ -128,24 +128,33 @@ def _ragged(sizes, matrices, rows):
 
 
 def _block_rows(rows: int, groups: int) -> int:
-    """The rows of a block: about half of a group, so that few rows of a block are of other groups."""
+    """The rows of a block: about a quarter of a group, so that few rows of a block are of other groups."""
     least, most = _BLOCKS
-    half = max(rows // (2 * groups), 1)
-    return min(max(1 << (half - 1).bit_length(), least), most)
+    quarter = max(rows // (4 * groups), 1)
+    return min(max(1 << (quarter - 1).bit_length(), least), most)
 
 
-def _for_blocks(sizes: Array, block: int, step: Callable, carry: Array) -> Array:
-    """``step(carry, group, start, end)`` for all blocks in order; rows from ``start`` to ``end`` are of the group."""
+def _for_groups(sizes: Array, of_group: Callable, carry: Array) -> Array:
+    """``of_group(carry, group, start, end)`` for all groups with rows, in order: those from ``start`` to ``end``."""
     ends = jnp.cumsum(sizes)
-    last_blocks = jnp.cumsum(-(-sizes // block))
+
+    def one(group, carry):
+        def with_rows(carry):
+            return of_group(carry, group, ends[group] - sizes[group], ends[group])
+
+        return jax.lax.cond(sizes[group] > 0, with_rows, lambda carry: carry, carry)
+
+    return jax.lax.fori_loop(0, len(sizes), one, carry)
+
+
+def _for_blocks(start: Array, end: Array, block: int, step: Callable, carry: Array) -> Array:
+    """``step(carry, first, kept)`` for the blocks of a group; ``kept``: which rows from ``first`` on are its own."""
 
     def one(number, carry):
-        group = jnp.searchsorted(last_blocks, number, side="right").astype(jnp.int32)
-        done = number - (last_blocks[group] - -(-sizes[group] // block))
-        start = ends[group] - sizes[group] + done * block
-        return step(carry, group, start, ends[group])
+        first = start + number * block
+        return step(carry, first, (first + jnp.arange(block, dtype=jnp.int32) < end)[:, None])
 
-    return jax.lax.fori_loop(0, last_blocks[-1], one, carry)
+    return jax.lax.fori_loop(0, -(-(end - start) // block), one, carry)
 
 
 def _padded(rows: Array, block: int) -> Array:
@@ -159,25 +168,30 @@ def _on_cpu(sizes, matrices, rows):
     block = _block_rows(*rows.shape[:1], *sizes.shape)
     padded = _padded(rows, block)
 
-    def step(out, group, start, end):
-        some = jax.lax.dynamic_slice_in_dim(padded, start, block)
-        kept = start + jnp.arange(block, dtype=jnp.int32) < end
-        values = jnp.where(kept[:, None], _product(some, matrices[group]), 0)
-        return jax.lax.dynamic_update_slice_in_dim(out, values, start, 0)
+    def of_group(out, group, start, end):
+        matrix = matrices[group]  # once for all blocks: XLA copies it
+
+        def step(out, first, kept):
+            product = _product(jax.lax.dynamic_slice_in_dim(padded, first, block), matrix)
+            return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(kept, product, 0), first, 0)
+
+        return _for_blocks(start, end, block, step, out)
 
     shape = (count + block, matrices.shape[2])
-    return _for_blocks(sizes, block, step, full_varying_like(shape, jnp.float32, rows))[:count]
+    return _for_groups(sizes, of_group, full_varying_like(shape, jnp.float32, rows))[:count]
 
 
 def _outer_on_cpu(sizes, rows, others):
     block = _block_rows(*rows.shape[:1], *sizes.shape)
     rows, others = _padded(rows, block), _padded(others, block)
 
-    def step(out, group, start, end):
-        kept = start + jnp.arange(block, dtype=jnp.int32) < end
-        some = jnp.where(kept[:, None], jax.lax.dynamic_slice_in_dim(rows, start, block), 0)
-        product = _product(some.T, jax.lax.dynamic_slice_in_dim(others, start, block))
-        return out.at[group].add(product)
+    def of_group(out, group, start, end):
+        def step(product, first, kept):
+            some = jnp.where(kept, jax.lax.dynamic_slice_in_dim(rows, first, block), 0)
+            return product + _product(some.T, jax.lax.dynamic_slice_in_dim(others, first, block))
+
+        none = full_varying_like(out.shape[1:], jnp.float32, rows)
+        return out.at[group].set(_for_blocks(start, end, block, step, none))
 
     shape = (*sizes.shape, rows.shape[1], others.shape[1])
-    return _for_blocks(sizes, block, step, full_varying_like(shape, jnp.float32, rows))
+    return _for_groups(sizes, of_group, full_varying_like(shape, jnp.float32, rows))

@@ -380,6 +380,8 @@ def replaced(scheme: C, changes: Mapping[str, Any]) -> C:
 
 def _resolved(scheme, slot_name: str, value):
     """A spec from ``{"name": ...}``; a frequency rule keeps the options that it does not change."""
+    how = f"{slot_name}: found {describe(value)}; to give its name, write {slot_name}={{'name': {describe(value)}}}"
+    check(not isinstance(value, str), how)
     if not isinstance(value, Mapping):
         return value
     options = dict(value)

@@ -140,6 +140,8 @@ def uniform(scheme: Scheme | Layers, num_layers: int) -> Layers:
         ValueError: if ``Layers`` have another number of layers, and for more than ``MOST_LAYERS``.
     """
     if not isinstance(scheme, Layers):
+        made = isinstance(scheme, Scheme)
+        check(made, f"scheme: expected posjax.Scheme, as posjax.scheme(name) makes it, found {describe(scheme)}")
         check_layers(num_layers)
         return Layers((((scheme,), num_layers),))
     wanted = scheme.count == num_layers

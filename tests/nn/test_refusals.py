@@ -84,7 +84,7 @@ REFUSED = [
     ("attention_softcap", sized(attention_softcap=0.0)),
     ("logit_softcap", sized(logit_softcap=-1.0)),
     ("softcap", sized(attention_softcap=2.0, scheme=LINEAR)),
-    ("posjax.Scheme", sized(scheme="rope", num_layers=2)),
+    ("scheme", sized(scheme="rope", num_layers=2)),
     ("symmetric=True", sized(scheme=pj.scheme("alibi"), causal=False)),
     ("bidirectional=True", sized(scheme=pj.scheme("t5"), causal=False)),
     ("embedding", lambda: pj.Layers((((preset("sinusoidal"), ROPE), 1),))),

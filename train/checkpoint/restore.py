@@ -44,7 +44,8 @@ def config_of(location: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise FileNotFoundError(f"there is no {location}")
     check_one_run(path(location))
     if not is_run(location):
-        raise FileNotFoundError(f"{location} is neither a run nor a released model")
+        made = "`python -m train fit CONFIG` makes a run, and the folder of a released model has a config.json"
+        raise FileNotFoundError(f"{location} is neither a run nor a released model: {made}")
     directory = path(location)
     saved = read_config(directory)
     config = with_moved_tokenizer(saved, load_values(to_dict(saved), overrides))

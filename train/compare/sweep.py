@@ -83,11 +83,12 @@ def own_section(config: Config, seed: int, schemes: Sequence[SchemeConfig]) -> C
     """The ``compare`` section of one training: its seed, and the entries to measure with its parameters.
 
     Of a sweep only the training's own rate is kept, which marks that some of the held-out text is for trials. So a
-    change in the number of trials, or in how many run together or at once, does not make this a different training.
+    change in the number of trials, in how many run together or at once, or in what runs now, does not make this a
+    different training.
     """
     sweep = config.compare.sweep
     own = SweepConfig((config.train.learning_rate,), seed=sweep.seed) if sweep.learning_rate else sweep
-    return replace(config.compare, seeds=(seed,), schemes=tuple(schemes), sweep=own, together=1, processes=0)
+    return replace(config.compare, seeds=(seed,), schemes=tuple(schemes), only=(), sweep=own, together=1, processes=0)
 
 
 def file_name(label: str) -> str:

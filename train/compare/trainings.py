@@ -65,7 +65,8 @@ class Trainings:
     def run(self) -> None:
         """Trains and measures everything; where trials choose rates, they are first."""
         if self._sweeps:
-            self._groups = [self._tuned(*each) for each in zip(_bases(self._settings), self._groups, strict=True)]
+            bases = _selected_bases(self._settings)
+            self._groups = [self._tuned(*each) for each in zip(bases, self._groups, strict=True)]
         asked = [training for training in self._trainings if training.name not in self.failures]
         _refuse_others(asked)
         self.failures |= run_trainings(asked, self._settings, self._console)
@@ -101,7 +102,7 @@ class Trainings:
 
 
 def trainings(config: Config) -> list[list[Config]]:
-    """The config of every training that a comparison needs: a group for each scheme, of all seeds.
+    """The config of every training that a comparison needs now: a group for each selected scheme, of all seeds.
 
     Each has a directory inside the comparison's, and a ``compare`` section with its own seed and the entries to measure
     with its parameters: first the trained one, then its extensions.
@@ -124,7 +125,8 @@ def trainings(config: Config) -> list[list[Config]]:
             )
         if len(trained) > 1:
             raise ValueError(f"compare.schemes: {trained[0]!r} and {trained[1]!r} are the same; leave one out")
-    planned = [[_member(config, base, seed) for seed in config.compare.seeds] for base in bases]
+    selected = _selected_bases(config.compare)
+    planned = [[_member(config, base, seed) for seed in config.compare.seeds] for base in selected]
     if len({group[0].name for group in planned}) < len(planned):
         raise ValueError("compare.schemes: labels name directories, so they must differ by more than spaces and signs")
     return planned
@@ -133,6 +135,11 @@ def trainings(config: Config) -> list[list[Config]]:
 def _bases(settings: CompareConfig) -> list[SchemeConfig]:
     """The entries that are trained."""
     return [entry for entry in settings.schemes if not entry.only_measured]
+
+
+def _selected_bases(settings: CompareConfig) -> list[SchemeConfig]:
+    """The entries to train now: those that ``compare.only`` names, and those whose extensions it names."""
+    return [base for base in _bases(settings) if any(_same_training(entry, base) for entry in settings.selected)]
 
 
 def _check_entry(config: Config, entry: SchemeConfig) -> None:

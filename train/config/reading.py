@@ -28,7 +28,8 @@ def load(location: str | Path, overrides: Sequence[str] = (), kind: type = Confi
     """
     location = path(location)
     if not location.is_file():
-        raise FileNotFoundError(f"no config file {str(location)!r}")
+        folder = "; it is a folder: the config of a run is the config.yaml in it" if location.is_dir() else ""
+        raise FileNotFoundError(f"no config file {str(location)!r}{folder}")
     try:
         text = location.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -19,9 +19,19 @@ def section(values: Any, kind: type[Section], path: str) -> Section:
     hints = typing.get_type_hints(kind)
     for key in values:
         if key not in hints:
-            raise unknown(path or "config", key, list(hints), "key")
+            raise _unknown_key(key, hints, path)
     prefix = f"{path}." if path else ""
     return kind(**{key: _convert(value, hints[key], prefix + key) for key, value in values.items()})
+
+
+def _unknown_key(key: Any, hints: Mapping[str, Any], path: str) -> ValueError:
+    """The error for an unknown key: it names the sections inside that have the key, or else the nearest key."""
+    where, prefix = path or "config", f"{path}." if path else ""
+    sections = [name for name, kind in hints.items() if dataclasses.is_dataclass(kind)]
+    owners = [f"{prefix}{name}.{key}" for name in sections if key in typing.get_type_hints(hints[name])]
+    if not owners:
+        return unknown(where, key, list(hints), "key")
+    return ValueError(f"{where}: unknown key {key!r}; there is {', '.join(owners)}")
 
 
 def changed(values: Section, changes: Mapping[str, Any], path: str) -> Section:

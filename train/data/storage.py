@@ -50,7 +50,7 @@ def optional(module: str, wanted_by: str) -> ModuleType:
         return import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise ValueError(f"{wanted_by} needs {package}, not installed here: pip install 'posjax[data]'") from None
+        raise ValueError(f'{wanted_by} needs {package}, not installed here: pip install -e ".[data]"') from None
 
 
 class Span(NamedTuple):

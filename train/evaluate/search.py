@@ -69,6 +69,7 @@ def search(
 
     Raises ValueError for a model without plain RoPE, or a length that is not beyond its training length.
     """
+    effort = Effort(population, iterations, seed)
     config = config_of(directory, overrides)
     plain = is_run(directory) or not config.scheme.extend
     check(plain, "scheme.extend: a search starts from the model as it is; leave it out")
@@ -82,7 +83,7 @@ def search(
     folder = results_of(directory, config)
     pieces = full_pieces(evaluation_documents(Setup(config)), length, config.evaluate.tokens)
     with use_mesh(mesh):
-        found = search_factors(stage, model, pieces, length, Effort(population, iterations, seed), scored, mesh=mesh)
+        found = search_factors(stage, model, pieces, length, effort, scored, mesh=mesh)
     extension = {"frequencies": {"name": "longrope", "original_length": trained, **options_of(found.rule)}}
     written = json.dumps({"extend": extension, "fitness": found.fitness}) + "\n"
     decide(lambda: write_file(folder / FOUND, written))

@@ -25,7 +25,7 @@ def lm_eval(location: str | Path, overrides: Sequence[str], arguments: Sequence[
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
             raise
-        raise ModuleNotFoundError("lm_eval needs the package lm-eval: pip install 'posjax[lm-eval]'") from None
+        raise ModuleNotFoundError('lm_eval needs the package lm-eval: pip install -e ".[lm-eval]"') from None
     import train.harness.model  # noqa: F401  registers the model
 
     example = "python -m train lm_eval RUN -- --tasks arc_easy"

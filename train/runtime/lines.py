@@ -17,4 +17,6 @@ def in_lines(error: BaseException) -> str:
 
 def in_a_line(error: BaseException, longest: int | None = None) -> str:
     """The message of an error, in one line of at most `longest` letters; its type's name if it has no message."""
-    return " ".join(str(error).split())[:longest] or type(error).__name__
+    of_the_system = isinstance(error, OSError) and error.strerror and error.filename and not error.filename2
+    message = f"{error.filename}: {error.strerror}" if of_the_system else str(error)
+    return " ".join(message.split())[:longest] or type(error).__name__

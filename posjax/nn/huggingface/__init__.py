@@ -1,6 +1,6 @@
 """Reading and writing released models: folders in the layout of Hugging Face, and GGUF files (read only).
 
-fsspec, gguf, huggingface_hub and tokenizers (``pip install posjax[hf]``) are imported only if they are needed.
+fsspec, gguf, huggingface_hub and tokenizers (``pip install -e ".[hf]"``) are imported only if they are needed.
 """
 
 from posjax.nn.huggingface.load import from_pretrained

@@ -299,7 +299,8 @@ def open_location(path: str | Path) -> tuple[Any, str]:
     try:
         import fsspec  # only needed for released models
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(f"{path}: released models need the package fsspec: pip install posjax[hf]") from None
+        how = 'released models need the package fsspec: pip install -e ".[hf]"'
+        raise ModuleNotFoundError(f"{path}: {how}") from None
     check(bool(str(path)), "path is empty; give a folder or a file")
     files, root = fsspec.core.url_to_fs(str(path))
     return files, root.rstrip("/")

@@ -41,7 +41,8 @@ class GGUF:
         self._metadata, tensors = read_header(path)
         self._name = self._get("general.architecture")
         self._architecture = architecture_of(self._name, path)
-        check(not self._own("expert_count"), f"{path} is a mixture of experts, which Decoder does not have")
+        folder = "experts are read only from a folder in the layout of Hugging Face"
+        check(not self._own("expert_count"), f"{path} is a mixture of experts; {folder}")
         self._tensors = {self._architecture.name(name): tensor for name, tensor in tensors.items()}
         self._divisors = self._tensors.pop(_DIVISORS, None)
         parts = self._get("split.count") or 1
@@ -150,7 +151,7 @@ def _check_package() -> None:
     try:
         import gguf  # noqa: F401
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("a GGUF file needs the package gguf: pip install posjax[hf]") from None
+        raise ModuleNotFoundError('a GGUF file needs the package gguf: pip install -e ".[hf]"') from None
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -94,8 +94,12 @@ def tensor_folder(path: str | Path) -> TensorFolder:
 
 def _read_config_file(path: str | Path) -> dict[str, Any]:
     files, root = open_location(on_disk(path))
+    file = f"{root}/{CONFIG}"
     with reaching(path):
-        return read_json(files, f"{root}/{CONFIG}")
+        if not files.isfile(file):
+            may_be = "a folder with config.json, a GGUF file, or a name at the Hugging Face hub (org/name)"
+            raise FileNotFoundError(f"there is no {file}; a released model is {may_be}")
+        return read_json(files, file)
 
 
 def is_gguf(path: str | Path) -> bool:

@@ -188,6 +188,17 @@ def test_trainings_differ_from_the_config_by_scheme_and_seed_alone(values):
         assert dataclasses.replace(training, train=train, **kept) == config
 
 
+def test_only_selected_schemes_are_trained_with_all_their_extensions_as_the_same_trainings(values):
+    """The results of a part of the list are found again when all of it runs."""
+    schemes = [*SCHEMES[:2], "alibi", "nope"]
+    whole = trainings(with_schemes(values, schemes))
+    for only, numbers in ((["alibi"], [1]), (["nope", "rope + NTK"], [0, 2])):
+        found = trainings(with_schemes(values, schemes, only=only))
+        assert [[training.compare for training in group] for group in found] == [
+            [training.compare for training in whole[number]] for number in numbers
+        ]
+
+
 def listed(*schemes):
     return lambda: trainings(parse({"compare": {"schemes": list(schemes)}}))
 
@@ -199,6 +210,7 @@ def extended(label="x", slot="frequencies", **options):
 REFUSED = [
     ("compare.schemes", listed()),
     ("compare.schemes", listed("ropee")),
+    ("compare.only", lambda: parse({"compare": {"schemes": ["rope", "alibi"], "only": ["alibii"]}})),
     ("train.length", listed({"name": "rope", "train": {"length": 16}})),
     ("'rate'", listed({"name": "rope", "train": {"rate": 16}})),
     ("slot", listed("rope", extended(slot="frequency"))),

@@ -139,6 +139,7 @@ REFUSED = [
     ("evaluate.stride", section("evaluate", stride=33)),
     ("evaluate.tasks", section("evaluate", tasks=["passky"])),
     ("evaluate.tasks", section("evaluate", tasks=["copy", "copy"])),
+    ("evaluate.ruler.tasks", section("evaluate", tasks=["niah_single_1"])),
     ("evaluate.copy.lengths", section("evaluate", copy={"lengths": [64, 32]})),
     ("evaluate.mqar.cases", section("evaluate", mqar={"cases": 0})),
     ("evaluate.words.power", section("evaluate", words={"power": 0.1})),
@@ -155,6 +156,8 @@ def test_a_mistake_is_one_line_that_names_the_key(name, call):
     ("values", "message"),
     [
         ({"trian": {}}, "config: unknown key 'trian'; did you mean 'train'"),
+        ({"steps": 4}, "config: unknown key 'steps'; there is train.steps$"),
+        ({"train": {"strategy": "ring"}}, "train: unknown key 'strategy'; there is train.context.strategy$"),
         ({"train": {"mesh": {"dat": 4}}}, "train.mesh: unknown key 'dat'; did you mean 'data'"),
         ({"stages": [{"data": {"path": ["a"]}}]}, r"stages\[0\]: data: unknown key 'path'; did you mean 'paths'"),
     ],

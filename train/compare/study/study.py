@@ -13,7 +13,7 @@ from train.checkpoint.restore import restore
 from train.compare.study.cells import Cell, cells_of, digest_of_model, is_to_be_searched, read_texts, scored
 from train.compare.study.search import Search, search_of, with_factors
 from train.config import CompareConfig, Config, MeshConfig, SchemeConfig
-from train.config.settings.checks import check, unknown
+from train.config.settings.checks import check
 from train.evaluate.decoder import predictor_of
 from train.evaluate.mesh import mesh_for, use_mesh
 from train.evaluate.perplexity import Perplexity, perplexity_in_one_window
@@ -44,7 +44,7 @@ class Study:
         self.failures: dict[str, str] = {}
         self.trials: list[Row] = []
         _check_entries(config)
-        self._chosen = _chosen_entries(config)
+        self._chosen = config.compare.selected
         self._setup = Setup(config)
         self._vocabulary = Vocabulary(self._setup.tokenizer)
         check_vocabulary(self._setup)
@@ -176,16 +176,6 @@ def _in_words(rows: Sequence[Row]) -> str:
 
 
 # --- what cannot be studied -------------------------------------------------------------------------------------------
-
-
-def _chosen_entries(config: Config) -> list[SchemeConfig]:
-    """The extensions to measure now. Raises ValueError for an unknown label in ``compare.only``."""
-    entries, only = config.compare.schemes, config.compare.only
-    labels = [entry.label for entry in entries]
-    for label in only:
-        if label not in labels:
-            raise unknown("compare.only", label, labels, "label")
-    return [entry for entry in entries if not only or entry.label in only]
 
 
 def _check_entries(config: Config) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from train.config.settings.checks import check, check_distinct, check_not_negative, check_positive, check_seed
+from train.config.settings.checks import check, check_distinct, check_not_negative, check_positive, check_seed, unknown
 from train.config.settings.model import SchemeConfig
 
 
@@ -52,7 +52,7 @@ class CompareConfig:
 
     seeds: tuple[int, ...] = (0,)
     schemes: tuple[SchemeConfig, ...] = ()
-    only: tuple[str, ...] = ()  # labels of the extensions to study now; all of them when empty
+    only: tuple[str, ...] = ()  # labels of the entries to train or study now; all of them when empty
     texts: int = 3  # texts that a study reads
     scored: int = 0  # tokens at the end of each text whose loss is measured; a quarter of the model's length when 0
     positions: bool = True  # whether the loss is also measured by position, which needs the logits of every token
@@ -70,4 +70,13 @@ class CompareConfig:
         for seed in self.seeds:
             check_seed("compare.seeds", seed)
         check_distinct("compare.seeds", self.seeds, "leave one out")
-        check_distinct("compare.schemes", [entry.label for entry in self.schemes], "give one of them its own label")
+        labels = [entry.label for entry in self.schemes]
+        check_distinct("compare.schemes", labels, "give one of them its own label")
+        for label in self.only:
+            if label not in labels:
+                raise unknown("compare.only", label, labels, "label")
+
+    @property
+    def selected(self) -> tuple[SchemeConfig, ...]:
+        """The entries that `only` names; all of them when it is empty."""
+        return tuple(entry for entry in self.schemes if not self.only or entry.label in self.only)

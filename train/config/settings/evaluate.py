@@ -166,6 +166,7 @@ class EvaluateConfig:
         most, stride = self.lengths[0], self.stride
         check(0 <= stride <= most, f"evaluate.stride must be from 0 to the shortest length, {most}, found {stride}")
         for task in self.tasks:
+            check(task not in RULER, f"evaluate.tasks: {task!r} is a task of RULER; name it in evaluate.ruler.tasks")
             if task not in SECTIONS:
                 raise unknown("evaluate.tasks", task, list(SECTIONS), "task")
         check_distinct("evaluate.tasks", self.tasks, "leave one out")
@@ -182,8 +183,11 @@ class EvaluateConfig:
         short, step, longest = self.longppl.short, self.longppl.step, self.lengths[-1]
         check(short >= 0 and step > 0, f"evaluate.longppl: short and step must be positive, found {short} and {step}")
         check(short < longest, f"evaluate.longppl.short must be below the longest length, {longest}, found {short}")
-        most = self.batch_tokens
-        check(not short or short + step <= most, _too_few("batch_tokens", short + step, most))
+        check(
+            not short or short + step <= self.batch_tokens,
+            f"evaluate.batch_tokens must hold a window of evaluate.longppl, short + step = {short + step} tokens, "
+            f"found {self.batch_tokens}",
+        )
 
     @property
     def ruler_lengths(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ _TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
     "all variables that are assigned the value {query} in the text above. Answer: According to the chain(s) of "
     "variable assignment in the text above, {number} variables are assgined the value {query}, they are: "
-)  # the misspelt word is RULER's
+)  # The misspelt word is in the code of the paper, and in lm-eval; RULER's own has it right since May 2025.
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 _EXAMPLE_TOKENS = 500
 

@@ -78,7 +78,7 @@ class Sources:
         try:
             from wonderwords import Defaults, RandomWord
         except ImportError:
-            needs = "evaluate.ruler needs the package wonderwords, whose words RULER takes: pip install 'posjax[ruler]'"
+            needs = 'evaluate.ruler needs the package wonderwords, whose words RULER takes: pip install -e ".[ruler]"'
             raise ValueError(needs) from None
         lists = {"noun": Defaults.NOUNS, "adjective": Defaults.ADJECTIVES, "verb": Defaults.VERBS}
         words = RandomWord(**lists)
