@@ -46,10 +46,15 @@ def digests(items: Mapping[str, Any]) -> dict[str, UInt32[Array, ""]]:
     An array's name is its item and Orbax's name, as in ``parameters/stacks.0.0.mlp.up``.
     """
     return {
-        f"{item}/{keystr(path, simple=True, separator='.')}": _digest(leaf, (0,) * leaf.ndim)
+        f"{item}/{array_name(path)}": _digest(leaf, (0,) * leaf.ndim)
         for item, tree in items.items()
         for path, leaf in tree_flatten_with_path(tree)[0]
     }
+
+
+def array_name(path: tuple[Any, ...]) -> str:
+    """Orbax's name of the array at a path of an item's tree."""
+    return keystr(path, simple=True, separator=".")
 
 
 def values_of(found: Mapping[str, UInt32[Array, ""]]) -> dict[str, int]:

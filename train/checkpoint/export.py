@@ -14,7 +14,7 @@ from posjax.nn.huggingface.load import is_released
 from posjax.nn.huggingface.save import files_beside
 from posjax.scheme import uniform
 from train.checkpoint.directory import KEPT
-from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore
+from train.checkpoint.restore import config_of, entry_in_stage, is_run, parameters_in_words, restore
 from train.config import Config, SchemeConfig, own_tokenizer
 from train.config.settings.checks import check
 from train.data.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +36,8 @@ def export(
 
     With ``scheme.extend`` the extended model is written, and its options are reported. The tokenizer's files are
     copied; if it is not the released model's, its special tokens replace those in ``config.json``. So is a template of
-    conversations that ``data.chat_template`` names.
+    conversations that ``data.chat_template`` names. Of a run with ``train.ema`` the averaged parameters are written,
+    unless ``evaluate.averaged`` is false; that is reported.
 
     Args:
         location: the run or the released model.
@@ -67,6 +68,8 @@ def export(
         _write_chat_template(config.data.chat_template, folder)
     if config.data.tokenizer == "bytes":
         log("no tokenizer was written: the model's tokens are bytes; read it with data.tokenizer=bytes")
+    if which := parameters_in_words(stage):
+        log(f"written: {which}")
     if entry.extend:
         reached = length_value(model.config)["max_position_embeddings"]
         log(f"extended by {json.dumps(options)}; max_position_embeddings is {reached}")

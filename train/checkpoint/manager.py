@@ -1,10 +1,11 @@
 """What a run writes to disk, so that it resumes bit for bit and never loses anything saved.
 
 A run directory holds ``config.yaml`` (every key resolved), ``versions.json``, ``metrics.jsonl``, ``fit.json`` once the
-training is finished, ``released`` if it started from a released model, and ``checkpoints/STEP``. A checkpoint has three
-items: ``parameters`` (a nested dict, float32), ``training`` (all other arrays of the `TrainState`, by name) and ``run``
-(JSON: the stage, the position in the data, the config, the corpora's digests). Its checksums are in the same folder,
-written last (see `integrity.py`). docs/checkpoints.md says which parts of this format are stable.
+training is finished, ``released`` if it started from a released model, and ``checkpoints/STEP``. A checkpoint has these
+items: ``parameters`` (a nested dict, float32), with ``train.ema`` ``average`` (the same of the averaged parameters),
+``training`` (all other arrays of the `TrainState`, by name) and ``run`` (JSON: the stage, the position in the data, the
+config, the corpora's digests). Its checksums are in the same folder, written last (see `integrity.py`).
+docs/checkpoints.md says which parts of this format are stable.
 """
 
 import dataclasses
@@ -107,7 +108,7 @@ class Checkpoints:
         Raises Damaged for values other than those saved, and sets the checkpoint aside; `newest` then gives another.
         """
         found = self._restore(saved.step, **_items(abstract))
-        return dataclasses.replace(abstract, parameters=found["parameters"], **found["training"])
+        return dataclasses.replace(abstract, **found.pop("training"), **found)
 
     def restore_parameters(self, saved: Checkpoint, abstract: Any) -> Any:
         """The parameters alone, laid out as `abstract` says: what the next stage starts from. Raises as `restore`."""
@@ -192,8 +193,9 @@ class Checkpoints:
 
 def _items(state: TrainState) -> dict[str, Any]:
     """The parts of a state that can be restored by themselves."""
-    training = {name: value for name, value in vars(state).items() if name != "parameters"}
-    return {"parameters": state.parameters, "training": training}
+    own = {name: vars(state).get(name) for name in ("parameters", "average")}
+    training = {name: value for name, value in vars(state).items() if name not in own}
+    return {name: value for name, value in own.items() if value is not None} | {"training": training}
 
 
 def kept_steps(stages: Mapping[int, int], keep: int, saving: int | None = None) -> set[int]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -13,6 +14,8 @@ from posjax.nn import from_pretrained
 from posjax.nn.huggingface.files import reaching
 from posjax.nn.huggingface.hub import is_name, pinned, short_name
 from posjax.nn.huggingface.load import is_gguf, is_released
+from train.checkpoint import integrity
+from train.checkpoint.digest import array_name
 from train.checkpoint.directory import check_one_run, read_config, with_kept_tokenizer, with_moved_tokenizer
 from train.checkpoint.manager import whole_steps
 from train.checkpoint.reading import Damaged, read_whole
@@ -21,6 +24,7 @@ from train.config import Config, SchemeConfig, differences, load_values, to_dict
 from train.config.settings.checks import check
 from train.model.build import RELEASED, Setup
 from train.model.sharding import named_sharding, tree_shardings
+from train.model.state import overlaid, selected
 from train.runtime.distributed import decide
 from train.runtime.paths import check_checkpoints, path, write_file
 
@@ -89,14 +93,17 @@ def restore(
         sharding = None if mesh is None else partial(named_sharding, mesh)
         return config, from_pretrained(config.init.path, dtype=None, sharding=sharding, **options)
     directory = path(location)
-    trained, model = restore_model(directory, stage, mesh)
+    trained, model = restore_model(directory, stage, mesh, averaged=config.evaluate.averaged)
     return config.stage(read_config(directory).every_stage.index(trained)), model
 
 
-def restore_model(directory: str | Path, stage: str = "", mesh: Mesh | None = None) -> tuple[Config, nnx.Module]:
+def restore_model(
+    directory: str | Path, stage: str = "", mesh: Mesh | None = None, *, averaged: bool = True
+) -> tuple[Config, nnx.Module]:
     """The config of a stage and the model as it was trained there, from a run directory; see `restore`.
 
-    Without a stage it is that of the newest complete checkpoint.
+    Without a stage it is that of the newest complete checkpoint. With ``train.ema`` the model has the averaged
+    parameters, unless `averaged` is false.
 
     Raises FileNotFoundError if there is no run or no checkpoint, and ValueError for an unknown stage, or an address
     where checkpoints cannot be stored.
@@ -107,20 +114,44 @@ def restore_model(directory: str | Path, stage: str = "", mesh: Mesh | None = No
     for step in whole_steps(directory, config.stage_number(stage) if stage else None):
         trained = config.stage(decide(lambda step=step: read_run(folder, step)["stage"]))
         try:
-            return trained, _restored(folder / str(step), trained, mesh)
+            return trained, _restored(folder / str(step), trained, mesh, averaged)
         except Damaged as damage:
             tell_passed(folder, step, str(damage))
     which = f" of stage {stage!r}" if stage else ""
     raise FileNotFoundError(f"{directory} has no checkpoint{which}; train it first with `python -m train fit`")
 
 
-def _restored(folder: Path, config: Config, mesh: Mesh | None) -> nnx.Module:
+def _restored(folder: Path, config: Config, mesh: Mesh | None, averaged: bool) -> nnx.Module:
     setup = Setup(config)
     shapes, device = setup.shapes, SingleDeviceSharding(jax.devices()[0])
     on_first = jax.tree.map(lambda _: device, shapes)
     shardings = on_first if mesh is None else tree_shardings(mesh, setup.axes, shapes)
     wanted = jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings)
-    return nnx.merge(nnx.graphdef(setup.abstract), read_whole(folder, parameters=wanted)["parameters"])
+    averages = _averages_in(folder, wanted) if averaged else {}
+    items = {"average": averages} if averages else {}
+    if len(jax.tree.leaves(averages)) < len(jax.tree.leaves(wanted)):  # else the parameters themselves are not needed
+        items["parameters"] = wanted
+    found = {"parameters": wanted, "average": {}} | read_whole(folder, **items)
+    return nnx.merge(nnx.graphdef(setup.abstract), overlaid(found["parameters"], found["average"]))
+
+
+def _averages_in(folder: Path, parameters: Any) -> Any:
+    """The leaves of a tree of parameters of which a checkpoint has averages."""
+    names = decide(lambda: sorted(integrity.read_seal(folder).arrays))
+    return selected(
+        parameters,
+        jax.tree_util.tree_map_with_path(lambda path, _: f"average/{array_name(path)}" in names, parameters),
+    )
+
+
+def parameters_in_words(config: Config) -> str:
+    """Which parameters `restore` gives of a stage with ``train.ema``; empty for other stages."""
+    if not config.train.ema:
+        return ""
+    averages = f"averaged parameters (train.ema: {config.train.ema})"
+    if config.evaluate.averaged:
+        return f"{averages}; evaluate.averaged=false takes the last ones"
+    return f"the last parameters; evaluate.averaged=true takes the {averages}"
 
 
 def entry_in_stage(entry: SchemeConfig, config: Config, stage: Config) -> SchemeConfig:

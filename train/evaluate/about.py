@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from train.checkpoint.restore import parameters_in_words
 from train.config import Config, dump
 from train.model.build import model_length
 from train.report import About
@@ -21,13 +22,15 @@ def about(config: Config, documents: Sequence[np.ndarray], versions: Mapping[str
     stages = [stage.train for stage in config.every_stage]
     trained = ", then ".join(f"{each.steps:,} steps of {each.batch_tokens:,} tokens" for each in stages)
     trained = f"trained for {trained}" if config.steps else f"as released in {Path(config.init.path).name}"
+    which = parameters_in_words(config.stage(config.stage_number(config.scheme.stage)))
     own, longest = model_length(config), config.evaluate.lengths[-1]
     reach = f"beyond the training length of {own} tokens" if longest > own else f"up to {longest} tokens"
     use = "held out" if config.steps else "read"
     return About(
         title=f"{config.name}: perplexity {reach}",
         text=f"Text: {source}, {tokens}; {len(documents):,} documents of {size:,} tokens {use}",
-        model=f"Decoder of {model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, {trained}",
+        model=f"Decoder of {model.num_layers} layers of {model.model_dim} with {model.num_heads} heads, {trained}"
+        + (f"; {which}" if which else ""),
         config=dump(config),
         versions=versions,
     )

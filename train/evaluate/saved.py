@@ -14,7 +14,14 @@ from rich.console import Console
 from posjax.scheme.choices import check_reach
 from train import report
 from train.checkpoint.directory import read_config
-from train.checkpoint.restore import config_of, entry_in_stage, is_run, restore, results_of
+from train.checkpoint.restore import (
+    config_of,
+    entry_in_stage,
+    is_run,
+    parameters_in_words,
+    restore,
+    results_of,
+)
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
 from train.data.pipeline import held_out_sample
@@ -69,6 +76,8 @@ def _labels(directory: str | Path, config: Config) -> tuple[str, SchemeConfig]:
     entry, own_label = config.scheme, read_config(path(directory)).scheme.label if is_run(directory) else RELEASED
     # A trained model must not have the label of the released one.
     label = config.name if is_run(directory) and own_label == RELEASED else own_label
+    if config.stage(config.stage_number(entry.stage)).train.ema and not config.evaluate.averaged:
+        label += ", not averaged"
     if entry.label != own_label:
         return label, entry
     names = [change.get("name", slot) if isinstance(change, Mapping) else slot for slot, change in entry.extend.items()]
@@ -86,6 +95,8 @@ def _tell(
     write_rows(target / EVALUATION, rows)
     report.write(target, rows, about(config, held_out, read_versions(target)))
     report.show(rows, console)
+    if which := parameters_in_words(config.stage(config.stage_number(config.scheme.stage))):
+        console.print(f"measured: {which}")
     console.print(f"figures: {target / 'index.html'} · numbers: {target / EVALUATION}")
 
 

@@ -284,7 +284,7 @@ class Training:
             if stage.is_due(step, train.log_every) or step == stage.last_step:
                 _refuse_divergence(stage, step, metrics)
                 with goodput.spending("evaluate"):
-                    measured = _held_out_loss(stage, held_out, step, state.parameters)
+                    measured = _held_out_loss(stage, held_out, step, state)
                 self._log(stage, step, metrics, batch.segment_ids, measured)
                 reached_loss = float(metrics.loss) < train.stop_loss
             is_last = is_last or reached_loss
@@ -319,7 +319,8 @@ class Training:
             return stage.program.begin(converted(self.checkpoints.restore_parameters(saved, abstract.parameters)))
         last = self.checkpoints.restore(saved, abstract)
         begun = stage.program.begin(converted(last.parameters))
-        return replace(begun, optimizer=kept_moments(last.optimizer, begun.optimizer))
+        average = begun.average and (last.average or begun.average)  # the stage before may have had none
+        return replace(begun, optimizer=kept_moments(last.optimizer, begun.optimizer), average=average)
 
     def _log(self, stage: Stage, step: int, metrics: StepMetrics, segment_ids: np.ndarray, measured: dict) -> None:
         values = {"loss": metrics.loss, "gradient_norm": metrics.gradient_norm, "learning_rate": metrics.learning_rate}
@@ -378,11 +379,12 @@ def _held_out_batches(stage: Stage) -> list[Batch]:
     return [stage.on_devices(rows.batch(numbers[part]), size, part) for numbers in spread.reshape(count, size)]
 
 
-def _held_out_loss(stage: Stage, held_out: list[Batch], step: int, parameters: Any) -> dict[str, float]:
+def _held_out_loss(stage: Stage, held_out: list[Batch], step: int, state: TrainState) -> dict[str, float]:
     """``held_out_loss``, in nats per token, at the first log step after it is due; else empty."""
     every, log_every = stage.config.monitor.evaluate_every, stage.config.train.log_every
     if not held_out or (step < stage.last_step and step // every == (step - log_every) // every):
         return {}
+    parameters = state.averaged if stage.config.evaluate.averaged else state.parameters
     losses = [stage.program.loss(parameters, batch) for batch in held_out]
     total, count = (sum(float(getattr(loss, name)) for loss in losses) for name in ("nll", "count"))
     return {"held_out_loss": total / max(count, 1)}

@@ -30,7 +30,7 @@ from train.model.sharding import (
     optimizer_shardings,
     tree_shardings,
 )
-from train.model.state import Guard, TrainState
+from train.model.state import Guard, TrainState, selected
 
 _Found = tuple[Losses, Loads]
 
@@ -86,7 +86,7 @@ def redraw(setup: Setup, key: Key[Array, ""], step: Int32[Array, ""], parameters
         return parameters
 
     def renew(path, leaf):
-        if not jax.tree_util.keystr(path).endswith("['linear']['projection']"):
+        if not _is_drawn(path):
             return leaf
         leaf_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         drawn = jax.vmap(lambda k: kernel.draw(k, leaf.shape[-1]))(jax.random.split(leaf_key, leaf.shape[0]))
@@ -94,6 +94,11 @@ def redraw(setup: Setup, key: Key[Array, ""], step: Int32[Array, ""], parameters
         return jnp.where(due, drawn, leaf)
 
     return jax.tree_util.tree_map_with_path(renew, parameters)
+
+
+def _is_drawn(path: tuple[Any, ...]) -> bool:
+    """Whether the parameter at a path of the tree holds random features."""
+    return jax.tree_util.keystr(path).endswith("['linear']['projection']")
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,7 @@ def build_program(setup: Setup) -> Program:
         parameters,
         optimizer_shardings(mesh, shapes.optimizer, shapes.parameters, parameters),
         Guard(replicated, replicated, replicated),
+        _averaged_part(setup, parameters),
     )
     return Program(
         given,
@@ -157,7 +163,22 @@ def _begin(setup: Setup, parameters: Any) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
     guard = Guard(jnp.zeros((), jnp.float32), zero, zero)
     optimizer = make_optimizer(setup.config.train, setup.axes)  # its first state does not depend on the rates
-    return TrainState(zero, parameters, optimizer.init(parameters), guard)
+    average = jax.tree.map(jnp.copy, _averaged_part(setup, parameters))  # updates take the memory of both
+    return TrainState(zero, parameters, optimizer.init(parameters), guard, average)
+
+
+def _averaged_part(setup: Setup, tree: Any) -> Any:
+    """The leaves of a tree of parameters that ``train.ema`` averages: the trained ones, without random features.
+
+    None without ``train.ema``.
+    """
+    train = setup.config.train
+    if not train.ema:
+        return None
+    labels = param_labels(train, setup.axes)
+    return selected(
+        tree, jax.tree_util.tree_map_with_path(lambda path, label: label != FROZEN and not _is_drawn(path), labels)
+    )
 
 
 def update(setup: Setup, given: Given, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -174,9 +195,17 @@ def update(setup: Setup, given: Given, state: TrainState, batch: Batch) -> tuple
     updates, moments = optimizer.update(gradients, state.optimizer, before)
     sound, guard = _guard(setup, state.guard, loss, norm)
     updated = _moved_corrections(setup, optax.apply_updates(before, updates), loads)
-    after = optax.tree.where(sound, (updated, moments), (before, state.optimizer))
-    following = TrainState(state.step + 1, *after, guard)
+    average = _moved_average(setup, state.average, updated)
+    held = (before, state.optimizer, state.average)
+    parameters, moments, average = optax.tree.where(sound, (updated, moments, average), held)
+    following = TrainState(state.step + 1, parameters, moments, guard, average)
     return following, StepMetrics(loss, norm, rate, guard.skipped, guard.in_row, loads)
+
+
+def _moved_average(setup: Setup, average: Any, parameters: Any) -> Any:
+    """The averages after an update: ``ema * average + (1 - ema) * parameter``, with the ``train.ema`` of the config."""
+    updated = _averaged_part(setup, parameters)
+    return updated and optax.incremental_update(updated, average, 1 - setup.config.train.ema)
 
 
 def _moved_corrections(setup: Setup, parameters: Any, loads: Loads) -> Any:

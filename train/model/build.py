@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ from posjax.nn.huggingface import read_config
 from posjax.nn.huggingface.load import named_parameters
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.presets import scheme, scheme_options
-from train.config import Config, SchemeConfig
+from train.config import Config, SchemeConfig, TrainConfig
 from train.config.settings.checks import check, check_chunks
 from train.config.settings.model import ExpertsConfig, LatentConfig
 from train.data.tokenizer import Tokenizer, load_tokenizer
@@ -195,13 +196,25 @@ class Setup:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on how a released scheme is changed, and `undivided`."""
+        """Lines on how a released scheme is changed, and warnings: `undivided`, and of a slow average."""
         lines, entry = [], self.config.scheme
         if entry.name == RELEASED and entry.options:
             changes = trained_changes(self.config, entry)
             how = f"with {json.dumps(changes)}" if changes else "unchanged up to the model's own length"
             lines.append(f"the released scheme, {how}")
-        return [*lines, f"warning: {self.undivided}"] if self.undivided else lines
+        return [*lines, *(f"warning: {each}" for each in (self.undivided, _heavy_start(self.config.train)) if each)]
+
+
+def _heavy_start(train: TrainConfig) -> str:
+    """A line on an average in which the first parameters of a stage still weigh 1% at its end; empty for others."""
+    weight = train.ema ** max(train.steps, 1)
+    if weight < 0.01 or train.keep_moments:  # with the moments, the average may go on too
+        return ""
+    below = math.floor(1000 * 0.01 ** (1 / max(train.steps, 1))) / 1000
+    return (
+        f"train.ema: the parameters before the first of {train.steps} updates weigh {weight:.0%} in the average; "
+        f"{below} would make it less than 1%"
+    )
 
 
 def _experts(settings: ExpertsConfig) -> nn.Experts:

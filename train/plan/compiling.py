@@ -42,7 +42,7 @@ class DeviceMemory:
     """HBM of one device, in bytes."""
 
     parameters: float
-    optimizer: float
+    optimizer: float  # and the averages of train.ema
     batch: float
     arguments: float  # all inputs of the step, with their padding in HBM
     temp: float  # activations, gradients, gathered arrays
@@ -249,7 +249,7 @@ def _memory(analysis: Any, state: Any, *batch: Any) -> DeviceMemory:
     parameters = getattr(state, "parameters", state)
     return DeviceMemory(
         parameters=_bytes(parameters),
-        optimizer=_bytes(getattr(state, "optimizer", ())),
+        optimizer=_bytes([getattr(state, name, ()) for name in ("optimizer", "average")]),
         batch=_bytes(batch),
         arguments=analysis.argument_size_in_bytes,
         temp=analysis.temp_size_in_bytes,

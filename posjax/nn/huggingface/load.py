@@ -123,8 +123,9 @@ def from_pretrained(
 ) -> Decoder:
     """A released model as a ``Decoder``.
 
-    Tensors are read one layer at a time and directly into the devices' shards: besides the arrays on the devices, a
-    host needs memory for its part of the largest tensor, or for the whole tensor if the files are at a URL or packed.
+    Tensors are read one layer at a time, of experts that are apart one expert at a time, and one device's part after
+    the other: besides the arrays on the devices, a host needs memory for a device's part of the largest tensor, or for
+    the whole tensor if the files are at a URL or packed.
 
     Args:
         path: a folder in the layout of Hugging Face (``config.json``, ``*.safetensors``), local or a URL of fsspec; a
@@ -384,24 +385,41 @@ def _wanted(source: Source, family: Family, model: Decoder, dtype: str | None, s
 def _read(
     source: Source, view: View, sizes: AxisSizes, struct: jax.ShapeDtypeStruct, names: str | Sequence[str]
 ) -> jax.Array:
-    """A parameter, or one layer of it, from its tensor; or several experts of a layer, each from its own tensor."""
+    """A parameter, or one layer of it, from its tensor; or experts of a layer, one for every shard, from theirs."""
     dtype = np.dtype(struct.dtype)
 
     def part(index, name=names):
         return dataclasses.replace(view, name=name).read(source.tensor(name), sizes, index, dtype)
 
-    def parts(index):
-        return np.stack([part(index[1:], name) for name in names[index[0]]])
+    def of_expert(index):
+        (name,) = names[index[0]]
+        return part(index[1:], name)[None]
 
-    read = part if isinstance(names, str) else parts
-    return jax.make_array_from_callback(struct.shape, _sharding(struct), read)
+    read = part if isinstance(names, str) else of_expert
+    return _placed(read, struct.shape, _sharding(struct))
+
+
+def _placed(read: Callable, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
+    """An array on its devices, of which ``read`` gives the part at an index: each once, and one after the other.
+
+    ``jax.make_array_from_callback`` has the parts of all devices on the host at the same time, also equal ones.
+    """
+    places = sharding.addressable_devices_indices_map(shape)
+    devices: dict[str, list] = {}  # by the part, since indices cannot be keys
+    for device, index in places.items():
+        devices.setdefault(str(index), []).append(device)
+    arrays = []
+    for same in devices.values():
+        part = read(places[same[0]])
+        arrays += jax.block_until_ready([jax.device_put(part, device) for device in same])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _stacked(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequence[str]) -> jax.Array:
     """The layers, written one after the other into one array on the devices."""
     whole = _sharding(struct)
     one = jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=_of_layer(whole))
-    stack = jnp.zeros(struct.shape, struct.dtype, device=whole)
+    stack = _zeros(struct, whole)
     put = _put(whole)
     for row, name in enumerate(names):
         stack = put(stack, read(one, name), row, 0)
@@ -417,7 +435,7 @@ def _stacked_experts(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequen
     shards, own = _of_experts(whole)
     each = count // shards
     one = jax.ShapeDtypeStruct((shards, *struct.shape[2:]), struct.dtype, sharding=own)
-    stack = jnp.zeros(struct.shape, struct.dtype, device=whole)
+    stack = _zeros(struct, whole)
     put = _put_experts(whole)
     for row in range(struct.shape[0]):
         of_layer = names[row * count : (row + 1) * count]
@@ -425,6 +443,11 @@ def _stacked_experts(read: Callable, struct: jax.ShapeDtypeStruct, names: Sequen
             stack = put(stack, read(one, of_layer[number::each]), row, number)
             jax.block_until_ready(stack)  # so that only one expert of a device at a time is on the host
     return stack
+
+
+def _zeros(struct: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    """Zeros that every device makes by itself: ``jnp.zeros`` with a ``device`` copies a shard of the host to each."""
+    return jax.jit(partial(jnp.zeros, struct.shape, struct.dtype), out_shardings=sharding)()
 
 
 def _of_experts(sharding: Sharding) -> tuple[int, Sharding]:

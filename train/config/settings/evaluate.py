@@ -146,6 +146,7 @@ class EvaluateConfig:
     batch_tokens: int = 4096  # tokens computed at a time, by all devices together
     mesh: EvaluateMesh | None = None  # default: all devices; rows over as many as possible, each row over the rest
     stride: int = 0  # tokens by which a sliding window moves, and which are scored; 0: no sliding windows
+    averaged: bool = True  # whether a run with train.ema is used, and exported, with its averaged parameters
     tasks: tuple[str, ...] = ()
     passkey: DepthConfig = field(default_factory=DepthConfig)
     passkey_tokens: PasskeyTokensConfig = field(default_factory=PasskeyTokensConfig)

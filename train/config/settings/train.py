@@ -97,6 +97,7 @@ class TrainConfig:
     learning_rate_factors: Mapping = field(default_factory=dict)  # by patterns of the names of parameters
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments
     keep_moments: bool = False  # whether a stage continues with the optimizer's moments of the stage before
+    ema: float = 0.0  # decay of the exponential moving average of the trained parameters; 0: none
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1  # on matrices only
@@ -127,7 +128,7 @@ class TrainConfig:
         check_not_negative("train", self, "weight_decay", "local_every", "correction_rate")
         if self.balance_loss is not None:
             check_not_negative("train", self, "balance_loss")
-        for name in ("beta1", "beta2", "mask_rate"):
+        for name in ("beta1", "beta2", "ema", "mask_rate"):
             check_fraction(f"train.{name}", getattr(self, name))
         check(
             0 <= self.final_learning_rate <= 1,
