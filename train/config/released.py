@@ -16,7 +16,7 @@ from train.config.settings.model import own_tokenizer
 
 _HOW = ("compute_dtype", "remat", "scan_layers", "implementation")
 """Keys of the model that say how it is computed; for these the config takes precedence."""
-_NOT_SHAPE = ("scheme", "placement", *_HOW)
+_NOT_SHAPE = ("scheme", "placement", "lora", *_HOW)
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:

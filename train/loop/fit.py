@@ -339,7 +339,9 @@ def initial_parameters(setup: Setup) -> Any:
     released = Setup(as_released(config), setup.mesh)
     abstract = build_program(released).abstract.parameters
     found = read_parameters(open_source(config.init.path), config.init.values, released.decoder, abstract)
-    return jax.jit(partial(convert, released, setup))(found) if config.scheme.name != RELEASED else found
+    start = partial(convert, released, setup)
+    # Without a change of the scheme the arrays stay as they are; a compiled program would copy them.
+    return (start if config.scheme.name == RELEASED else jax.jit(start))(found)
 
 
 def _stream_seed(seed: int, stage: int) -> int:

@@ -85,6 +85,16 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    """The fields of `posjax.nn.LoRA`."""
+
+    rank: int = 16
+    alpha: float = 16.0  # the scale of an adapter is alpha / rank
+    paths: tuple[str, ...] = ("*",)  # patterns of the names of projections in a block, as in attention/[qv]
+    rank_stabilized: bool = False  # the scale is alpha / sqrt(rank)
+
+
+@dataclass(frozen=True)
 class ResidualConfig:
     """The fields of `posjax.nn.Residual`."""
 
@@ -124,6 +134,7 @@ class ModelConfig:
     latent: LatentConfig | None = None  # multi-head latent attention; head_dim and num_kv_heads follow from it
     norm: NormConfig = field(default_factory=NormConfig)
     residual: ResidualConfig = field(default_factory=ResidualConfig)
+    lora: LoRAConfig | None = None  # low-rank adapters; unless train.trainable says more, they alone are trained
     biases: tuple[str, ...] = ()  # those of qkv, output, gate, mlp, head that have a bias
     embedding_norm: bool = False
     projection_norm: bool = False  # of queries and keys over all heads together
