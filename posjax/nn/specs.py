@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_counts, check_flags, check_number, check_positive, describe
+from posjax._checks import (
+    check,
+    check_choice,
+    check_count,
+    check_counts,
+    check_flags,
+    check_number,
+    check_positive,
+    describe,
+)
 from posjax._numbers import widened
 
 NORMS = ("rms", "layer")

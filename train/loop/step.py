@@ -247,7 +247,8 @@ def _of_piece(
 ) -> tuple[_Found, Any]:
     """The losses of some rows, and the gradient of their sum divided by the number of predicted tokens of the batch.
 
-    The gradient of a frozen parameter is a single zero, which takes no memory. The balance loss of experts is that of these rows, and of those on the other devices of the axis ``across``.
+    The gradient of a frozen parameter is a single zero, which takes no memory. The balance loss of experts is that of
+    these rows, and of those on the other devices of the axis ``across``.
     """
     train = setup.config.train
     labels = param_labels(train, setup.axes)

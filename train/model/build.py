@@ -271,6 +271,6 @@ def learned_positions(setup: Setup) -> tuple[str, ...]:
 
 
 def as_released(config: Config) -> Config:
-    """The config of the released model that it starts from: with its scheme, and without new adapters."""
-    model = dataclasses.replace(config.model, lora=None)
+    """The config of the model that it starts from: with the released scheme, and with adapters if ``init`` has them."""
+    model = config.model if config.init.adapter else dataclasses.replace(config.model, lora=None)
     return dataclasses.replace(config, model=model, scheme=SchemeConfig(RELEASED), stages=())

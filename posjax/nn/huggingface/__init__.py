@@ -9,4 +9,12 @@ from posjax.nn.huggingface.registry import FAMILIES, read_config
 from posjax.nn.huggingface.save import save_pretrained
 from posjax.nn.huggingface.text_parts import TEXT_PARTS
 
-__all__ = ["FAMILIES", "TEXT_PARTS", "from_pretrained", "load_adapter", "read_config", "save_adapter", "save_pretrained"]
+__all__ = [
+    "FAMILIES",
+    "TEXT_PARTS",
+    "from_pretrained",
+    "load_adapter",
+    "read_config",
+    "save_adapter",
+    "save_pretrained",
+]

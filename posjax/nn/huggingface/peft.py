@@ -1,8 +1,8 @@
 """Adapters in the layout of peft: ``adapter_config.json`` and ``adapter_model.safetensors``, read and written.
 
-A module's adapter is ``lora_A`` [r, inputs] and ``lora_B`` [outputs, r]. Where several of our projections are one module
-(queries, keys and values of Phi-3), each of ours has its own rows of B; written, their ranks are added: A of the module
-is ours above each other, and B has a block for each. That is the same function.
+A module's adapter is ``lora_A`` [r, inputs] and ``lora_B`` [outputs, r]. Where several of our projections are one
+module (queries, keys and values of Phi-3), each of ours has its own rows of B; written, their ranks are added: A of the
+module is ours above each other, and B has a block for each. That is the same function.
 """
 
 import dataclasses
@@ -77,15 +77,16 @@ def save_adapter(
     modules = _modules(layout, decoder)
     kept = _whole_modules(layout, trained, modules)
     values = _settings(layout, decoder.config.lora, modules, kept) | {"base_model_name_or_path": base or None}
+    values["ensure_weight_tying"] = decoder.config.tied_head and layout.parameters["embed"].tensors[0] in kept
     _write(Path(root), values, _arrays(decoder.config.lora, modules) | kept)
 
 
 def load_adapter(decoder: Decoder, path: str | Path, *, family: str | None = None) -> Decoder:
     """A released model with an adapter that peft wrote.
 
-    Ranks and scales that differ between modules (``rank_pattern``, ``alpha_pattern``) are read: a smaller rank is filled
-    with zeros, which stay zero in training, and B has what a scale differs by. Layers that peft left out have adapters
-    of zeros. Weights of ``modules_to_save`` replace those of the decoder.
+    Ranks and scales that differ between modules (``rank_pattern``, ``alpha_pattern``) are read: a smaller rank is
+    filled with zeros, which stay zero in training, and B has what a scale differs by. Layers that peft left out have
+    adapters of zeros. Weights of ``modules_to_save`` replace those of the decoder.
 
     Args:
         decoder: the model that the adapter was trained on, without adapters.
@@ -280,9 +281,7 @@ def _whole_modules(layout: _Layout, trained: Sequence[str], adapted: Mapping[str
     }
 
 
-def _tensors(
-    family: Family, parameter: Stored, wanted: Callable[[str], bool]
-) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(family: Family, parameter: Stored, wanted: Callable[[str], bool]) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a parameter that are wanted by their names in memory."""
     for row, tensor in enumerate(parameter.tensors):
         name = _in_memory(family, tensor)
@@ -372,7 +371,7 @@ class _Found(NamedTuple):
 
 
 def read_settings(path: str | Path, family: Family, config: DecoderConfig) -> LoRA:
-    """The ``LoRA`` that an adapter in peft's layout has over a decoder of this config; for errors see `load_adapter`."""
+    """The ``LoRA`` of an adapter in peft's layout over a decoder of this config; for errors see `load_adapter`."""
     found = _open(path)
     parameters = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))))
     return _spec(found, _layout(family, config, parameters), _inputs(config))
@@ -462,7 +461,11 @@ def _read_pair(
             tensor = found.tensor(name) if rank else np.zeros(shape, np.float32)
             fits = tensor.shape == shape
             check(fits, f"{found.path}: {name} has shape {tensor.shape}; this {family.model_type} needs {shape}")
-            tensors.append(view.read(tensor, part.sizes, (slice(None),) * len(_groups(view.pattern.split("->")[1])), np.dtype(np.float32)))
+            tensors.append(
+                view.read(
+                    tensor, part.sizes, (slice(None),) * len(_groups(view.pattern.split("->")[1])), np.dtype(np.float32)
+                )
+            )
         used.update(names)
         a, b = tensors
         more = spec.rank - a.shape[-1]

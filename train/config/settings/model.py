@@ -16,10 +16,12 @@ class InitConfig:
     unless a local path has that name.
 
     In a config ``init: PATH`` is enough. When the config is read, `values` become those of its ``config.json``, and the
-    revision becomes the commit that it then is.
+    revision becomes the commit that it then is. `adapter` is a folder of peft with LoRA for the model, which the
+    training goes on with; it determines ``model.lora``.
     """
 
     path: str = ""
+    adapter: str = ""
     values: Mapping = field(default_factory=dict)
 
 
