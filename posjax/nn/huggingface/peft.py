@@ -197,12 +197,12 @@ def _atoms(axis: str) -> list[str]:
 
 
 def _ends(modules: Sequence[str], others: Sequence[str]) -> list[str]:
-    """The shortest ends of the names of modules that no other module's name has, each once."""
+    """The shortest ends of the names of modules that the name of no other module has, each once."""
 
     def end(module: str) -> str:
         parts = module.split(".")
         ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        return next(each for each in ends if not any(f".{other}".endswith(f".{each}") for other in others))
+        return next(each for each in ends if not any(other.endswith(each) for other in others))
 
     return sorted({end(module) for module in modules})
 
