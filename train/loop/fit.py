@@ -32,7 +32,7 @@ from train.loop.step import Program, StepMetrics, build_program
 from train.model.build import RELEASED, Setup, as_released, check_model
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
-from train.model.sharding import global_batch, rows_of_process
+from train.model.sharding import global_batch, rows_of_process, tree_shardings
 from train.model.state import TrainState
 from train.monitor.meter import peak_memory_bytes
 from train.monitor.monitor import Monitor, check_monitor
@@ -342,8 +342,9 @@ def initial_parameters(setup: Setup) -> Any:
     config = setup.config
     released = Setup(as_released(config), setup.mesh)
     plain = replace(released, config=replace(released.config, model=replace(config.model, lora=None)))
-    abstract = build_program(plain).abstract.parameters
-    found = read_parameters(open_source(config.init.path), config.init.values, plain.decoder, abstract)
+    shardings = tree_shardings(setup.mesh, plain.axes, plain.shapes)
+    wanted = jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), plain.shapes, shardings)
+    found = read_parameters(open_source(config.init.path), config.init.values, plain.decoder, wanted)
     if config.init.adapter:
         found = _with_adapter(released, plain.decoder, found)
     start = partial(convert, released, setup)

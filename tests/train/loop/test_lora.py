@@ -61,6 +61,15 @@ def logits(model):
     return np.asarray(model(np.arange(24).reshape(1, 24) * 7 % 280))
 
 
+def logits_by_peft(base, adapter):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch, model = pytest.importorskip("torch"), transformers.AutoModelForCausalLM.from_pretrained(base)
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
+        theirs = peft.PeftModel.from_pretrained(model, adapter).eval()
+    with torch.no_grad():
+        return theirs(torch.arange(24)[None] * 7 % 280).logits.numpy()
+
+
 def test_only_adapters_are_trained_and_have_moments(base, trained):
     before, after = numbers(base[1]), numbers(restore_model(trained.directory)[1])
     chex.assert_trees_all_equal({name: after[name] for name in before}, before)
@@ -92,26 +101,20 @@ def test_a_killed_run_repeats_the_uninterrupted_one_bit_for_bit(trained, tmp_pat
 
 @pytest.mark.parity
 def test_an_export_is_merged_or_read_by_peft(base, trained, tmp_path):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     run, merged, adapter = str(trained.directory), tmp_path / "merged", tmp_path / "adapter"
     assert cli.main(["export", run, str(merged)]) == 0
     assert cli.main(["export", run, str(adapter), "--adapter"]) == 0
     wanted = logits(restore_model(trained.directory)[1])
     np.testing.assert_allclose(logits(from_pretrained(merged)), wanted, atol=1e-5)
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(base[0])
-        theirs = peft.PeftModel.from_pretrained(model, adapter).eval()
-    torch = pytest.importorskip("torch")
-    with torch.no_grad():
-        found = theirs(torch.arange(24)[None] * 7 % 280).logits.numpy()
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(logits_by_peft(base[0], adapter), wanted, atol=1e-5)
 
 
 def test_an_adapter_is_gone_on_with_and_evaluated(base, trained, values, tmp_path):
     adapter = tmp_path / "adapter"
     assert cli.main(["export", str(trained.directory), str(adapter), "--adapter"]) == 0
     init = {"path": str(base[0]), "adapter": str(adapter)}
-    more = with_changes(values, name="more", init=init, model={"lora": None}, train={"steps": 2})
+    started = {key: section for key, section in values.items() if key not in ("init", "model")}
+    more = with_changes(started, name="more", init=init, train={"steps": 2})
     assert more.model.lora.rank == LORA["rank"]
     fit(more, tmp_path / "more")
     first = json.loads((tmp_path / "more" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
@@ -124,7 +127,6 @@ def test_an_adapter_is_gone_on_with_and_evaluated(base, trained, values, tmp_pat
 @pytest.mark.parity
 def test_embeddings_and_norms_are_trained_beside_adapters(base, values, tmp_path):
     """The embedding is also the head; peft ties both again."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     trainable = ["*/adapters/*", "embed", "*norm/gain"]
     config = with_changes(values, name="wide", train={"trainable": trainable, "steps": 2})
     fit(config)
@@ -133,13 +135,7 @@ def test_embeddings_and_norms_are_trained_beside_adapters(base, values, tmp_path
     moved = {name for name in before if np.any(before[name] != after[name])}
     assert moved == {name for name in before if name == "embed" or name.endswith("norm/gain")}
     assert cli.main(["export", str(config.directory), str(tmp_path / "adapter"), "--adapter"]) == 0
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
-        own = transformers.AutoModelForCausalLM.from_pretrained(base[0])
-        theirs = peft.PeftModel.from_pretrained(own, tmp_path / "adapter").eval()
-    torch = pytest.importorskip("torch")
-    with torch.no_grad():
-        found = theirs(torch.arange(24)[None] * 7 % 280).logits.numpy()
-    np.testing.assert_allclose(found, logits(model), atol=1e-5)
+    np.testing.assert_allclose(logits_by_peft(base[0], tmp_path / "adapter"), logits(model), atol=1e-5)
 
 
 def test_mistakes_are_refused_before_anything_compiles(values, base, tmp_path, capsys):
