@@ -77,7 +77,10 @@ def save_adapter(
     modules = _modules(layout, decoder)
     kept = _whole_modules(layout, trained, modules)
     values = _settings(layout, decoder.config.lora, modules, kept) | {"base_model_name_or_path": base or None}
-    values["ensure_weight_tying"] = decoder.config.tied_head and layout.parameters["embed"].tensors[0] in kept
+    embedding, head = _tables(layout.family, decoder.config)
+    if decoder.config.tied_head and embedding in kept:
+        kept[head] = kept[embedding]
+        values["ensure_weight_tying"] = True
     _write(Path(root), values, _arrays(decoder.config.lora, modules) | kept)
 
 
@@ -170,6 +173,12 @@ def _module_of(family: Family, tensor: str) -> str:
     name = _in_memory(family, tensor)
     check(name.endswith(".weight"), f"{tensor} of {family.model_type} is not the weight of a module, as peft needs")
     return name.removesuffix(".weight")
+
+
+def _tables(family: Family, config: DecoderConfig) -> tuple[str, str]:
+    """The names of the embedding and the head."""
+    views = family.tensors(config)
+    return _in_memory(family, views["embed"].name), _in_memory(family, views["head"].name)
 
 
 def _part(parameter: Stored, inputs: int, rank: int) -> _Part:
@@ -392,6 +401,7 @@ def read_adapter(
             *block, own = name.split("/")
             leaves |= {f"{'/'.join(block)}/adapters/{own}/a": a, f"{'/'.join(block)}/adapters/{own}/b": b}
         leaves[name] = _replaced(found, layout.family, parameter, used)
+    used |= _checked_tables(found, layout.family, config)
     extra = sorted(found.names.keys() - used)
     check(
         not extra,
@@ -418,6 +428,18 @@ def _open(path: str | Path) -> _Found:
     folder = TensorFolder(path)
     names = {name.removeprefix(_PREFIX).replace("modules_to_save.", ""): name for name in folder.entries}
     return _Found(path, values, folder, names)
+
+
+def _checked_tables(found: _Found, family: Family, config: DecoderConfig) -> set[str]:
+    """The embedding and the head, if an adapter of a model that ties them has both alike.
+
+    Raises ValueError if it has one of them, or if they differ: in peft the other is then as it was.
+    """
+    tables = {name for name in _tables(family, config) if name in found.names} if config.tied_head else set()
+    same = len(tables) != 1 and len({found.tensor(name).tobytes() for name in tables}) < 2
+    why = "without the other, though the model ties both; train it with peft's ensure_weight_tying"
+    check(same, f"{found.path} has {' and '.join(sorted(tables))} {why}")
+    return tables
 
 
 def _inputs(config: DecoderConfig) -> dict[str, int]:

@@ -136,6 +136,7 @@ def test_embeddings_and_norms_are_trained_beside_adapters(base, values, tmp_path
     assert moved == {name for name in before if name == "embed" or name.endswith("norm/gain")}
     assert cli.main(["export", str(config.directory), str(tmp_path / "adapter"), "--adapter"]) == 0
     np.testing.assert_allclose(logits_by_peft(base[0], tmp_path / "adapter"), logits(model), atol=1e-5)
+    chex.assert_trees_all_equal(numbers(load_adapter(base[1], tmp_path / "adapter")), after)
 
 
 def test_mistakes_are_refused_before_anything_compiles(values, base, tmp_path, capsys):
