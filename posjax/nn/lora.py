@@ -105,10 +105,7 @@ def attach(stacks: Sequence[nnx.Module], spec: LoRA, rngs: nnx.Rngs) -> None:
             module.adapters[own] = Adapter(rngs.params(), weight, inputs, spec)
 
 
-_WITHOUT = (
-    ". Experts that a router chooses have none, since peft has no layout for them that other programs read; and a "
-    "router has none"
-)
+_WITHOUT = ". The experts that a router chooses have none, nor has the router"
 
 
 def _has_experts(block: nnx.Module) -> bool:

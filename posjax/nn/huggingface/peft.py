@@ -66,13 +66,15 @@ def save_adapter(
 
     Raises:
         ValueError: for a decoder without adapters, an adapter or a trained parameter that is no module's or part of
-            another one, and a folder that holds an adapter. Nothing is written then.
+            another one, an adapter of an MLP in a model with experts, which peft 0.21 takes for one of experts, and a
+            folder that holds an adapter. Nothing is written then.
     """
     check(decoder.config.lora is not None, "decoder has no adapters; save_pretrained writes it")
     files, root = open_location(path)
     check(is_local(files), f"{path}: an adapter is written into a local folder")
     taken = [name for name in names_in(files, root) if name in (SETTINGS, TENSORS)]
     check(not taken, f"{path} holds an adapter already; choose another folder")
+    _check_mixture(decoder)
     layout = _layout_of(decoder, family)
     modules = _modules(layout, decoder)
     kept = _whole_modules(layout, trained, modules)
@@ -217,6 +219,19 @@ def _ends(modules: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _check_mixture(decoder: Decoder) -> None:
+    """Raises ValueError for adapters of MLPs in a model with experts.
+
+    peft 0.21 converts targets named ``gate_proj``, ``up_proj`` and ``down_proj`` of such models to experts.
+    """
+    mlps = [name.split("/", 3)[-1] for name, _ in _adapted(decoder) if "/mlp/" in name]
+    check(
+        decoder.config.experts is None or not mlps,
+        f"peft takes the adapter of {mlps[0] if mlps else None} for one of the experts beside it; merge the adapters, "
+        "or give only attention some, by lora.paths",
+    )
 
 
 class _Written(NamedTuple):

@@ -103,7 +103,8 @@ def test_peft_reads_what_is_written_and_writes_what_is_read(values, tmp_path):
     model = random_model(values)
     model.save_pretrained(tmp_path / "base")
     base, family = from_pretrained(tmp_path / "base"), values["model_type"]
-    decoder = with_numbers(add_adapters(base, LoRA(4, 8.0), rngs=nnx.Rngs(1)))
+    paths = ("*",) if base.config.experts is None else ("attention/*", "delta/*")[: 1 + ("layer_types" in values)]
+    decoder = with_numbers(add_adapters(base, LoRA(4, 8.0, paths), rngs=nnx.Rngs(1)))
     found, before = ours(decoder), ours(base)
     assert np.abs(found - before).max() > 0.1 * np.abs(before).max()
     assert_close(ours(merge_adapters(decoder)), found)
@@ -139,6 +140,14 @@ def test_what_peft_writes_is_read(options, llama, tmp_path):
     decoder = load_adapter(from_pretrained(llama), tmp_path)
     assert decoder.config.lora.rank_stabilized == options.get("use_rslora", False)
     assert_close(ours(decoder), logits(adapted, TOKENS))
+
+
+def test_adapters_of_mlps_beside_experts_are_refused(tmp_path):
+    """peft 0.21 would take them for adapters of experts."""
+    model = released.random_decoder({**LLAMA, "model_type": "qwen2_moe", **QWEN})
+    decoder = add_adapters(model, LoRA(paths=("mlp/*",)), rngs=nnx.Rngs(0))
+    refused("mlp/shared/down", lambda: save_adapter(decoder, tmp_path / "new"))
+    refused("mlp/up", lambda: add_adapters(model, LoRA(paths=("mlp/up",)), rngs=nnx.Rngs(0)))
 
 
 @pytest.fixture(scope="module")
