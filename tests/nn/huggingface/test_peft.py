@@ -146,7 +146,7 @@ def test_adapters_of_mlps_beside_experts_are_refused(tmp_path):
     """peft 0.21 would take them for adapters of experts."""
     model = released.random_decoder({**LLAMA, "model_type": "qwen2_moe", **QWEN})
     decoder = add_adapters(model, LoRA(paths=("mlp/*",)), rngs=nnx.Rngs(0))
-    refused("mlp/shared/down", lambda: save_adapter(decoder, tmp_path / "new"))
+    refused("mlp/shared/gate", lambda: save_adapter(decoder, tmp_path / "new"))
     refused("mlp/up", lambda: add_adapters(model, LoRA(paths=("mlp/up",)), rngs=nnx.Rngs(0)))
 
 
