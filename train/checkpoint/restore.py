@@ -144,7 +144,8 @@ def results_of(location: str | Path, config: Config) -> Path:
     check(
         not is_run(directory), f"{directory} holds a run; choose another name for the results of {location}, by name="
     )
-    mark, model = directory / _MODEL_FILE, _whole(config.init.path)
+    adapter = f", adapter {_whole(config.init.adapter)}" if config.init.adapter else ""
+    mark, model = directory / _MODEL_FILE, f"{_whole(config.init.path)}{adapter}"
     known = mark.read_text(encoding="utf-8") if mark.is_file() else model
     check(known == model, f"{directory} holds results of {known}; choose another name, by name=")
     directory.mkdir(parents=True, exist_ok=True)

@@ -13,11 +13,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from posjax._checks import check, check_count, check_positive, describe
+from posjax._checks import check, check_positive, describe
 from posjax.nn.config import DecoderConfig
 from posjax.nn.decoder import Decoder
 from posjax.nn.huggingface.family import Family
@@ -30,6 +31,7 @@ from posjax.nn.specs import LoRA
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_PARTS = ("lora_A", "lora_B")
 _RANK = "lora"  # the name of the rank in the patterns of views
 _CHANGES_MORE = {
     "bias": "none",
@@ -329,12 +331,6 @@ def _settings(
         for tensor in parameter.tensors
     ]
     whole = sorted({name.rpartition(".")[0] for name in kept})
-    ranks, alphas = {}, {}
-    for parts in sorted({len(parts) for parts in modules.values()} - {1}):
-        several = [module for module, found in modules.items() if len(found) == parts]
-        ends = [re.escape(end) for end in _ends(several, [module for module in every if module not in several])]
-        ranks |= dict.fromkeys(ends, parts * spec.rank)
-        alphas |= dict.fromkeys(ends, spec.alpha * (parts**0.5 if spec.rank_stabilized else parts))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -347,9 +343,18 @@ def _settings(
         "fan_in_fan_out": any(parts[0].part.inputs_first for parts in modules.values()),
         "target_modules": _ends(list(modules), [module for module in every if module not in modules]),
         "modules_to_save": _ends(whole, [module for module in every if module not in whole]) or None,
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
-    }
+    } | _patterns(spec, modules, every)
+
+
+def _patterns(spec: LoRA, modules: Mapping[str, Sequence[_Written]], every: Sequence[str]) -> dict[str, Any]:
+    """The ranks and scales of modules that hold several of our projections."""
+    ranks, alphas = {}, {}
+    for parts in sorted({len(parts) for parts in modules.values()} - {1}):
+        several = [module for module, found in modules.items() if len(found) == parts]
+        ends = [re.escape(end) for end in _ends(several, [module for module in every if module not in several])]
+        ranks |= dict.fromkeys(ends, parts * spec.rank)
+        alphas |= dict.fromkeys(ends, spec.alpha * (parts**0.5 if spec.rank_stabilized else parts))
+    return {"rank_pattern": ranks, "alpha_pattern": alphas}
 
 
 def _write(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
@@ -385,7 +390,7 @@ class _Found(NamedTuple):
         patterns = self.values.get("alpha_pattern") or {}
         fitting = (pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module))
         pattern = next(fitting, None)
-        alpha = self.values["lora_alpha"] if pattern is None else patterns[pattern]
+        alpha = self.values.get("lora_alpha") if pattern is None else patterns[pattern]
         check_positive(f"{SETTINGS}: lora_alpha", alpha)
         rank = self.rank(module)
         return alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
@@ -432,7 +437,7 @@ def _open(path: str | Path) -> _Found:
         values = read_json(files, f"{root}/{SETTINGS}")
     method = values.get("peft_type")
     check(method == "LORA", f"{path}: {SETTINGS} is of {describe(method)}; adapters of LORA can be read")
-    check_count(f"{SETTINGS}: r", values.get("r"))
+    _check_patterns(path, values)
     for key, plain in _CHANGES_MORE.items():
         value = values.get(key, plain)
         check(value == plain or not value, f"{path}: {SETTINGS} has {key} {describe(value)}, which cannot be read")
@@ -443,6 +448,15 @@ def _open(path: str | Path) -> _Found:
     folder = TensorFolder(path)
     names = {name.removeprefix(_PREFIX).replace("modules_to_save.", ""): name for name in folder.entries}
     return _Found(path, values, folder, names)
+
+
+def _check_patterns(path: str | Path, values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a pattern of scales that is no regular expression."""
+    for pattern in values.get("alpha_pattern") or {}:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{path}: {SETTINGS} has alpha_pattern {pattern!r}: {error}") from None
 
 
 def _checked_tables(found: _Found, family: Family, config: DecoderConfig) -> set[str]:
@@ -485,30 +499,37 @@ def _modules_of(family: Family, parameter: Stored) -> list[str]:
 
 def _read_pair(
     found: _Found, family: Family, parameter: Stored, inputs: int, spec: LoRA, used: set[str]
-) -> tuple[Any, Any]:
-    """A and B of a projection in all layers; zeros beyond a module's own rank."""
-    pairs = []
-    for module in _modules_of(family, parameter):
-        rank = found.rank(module)
-        part, ratio = _part(parameter, inputs, rank or spec.rank), found.scale(module) / spec.scale if rank else 0.0
-        names = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
-        tensors = []
-        for name, view in zip(names, (part.a, part.b), strict=True):
-            shape = view.tensor_shape(part.sizes)
-            tensor = found.tensor(name) if rank else np.zeros(shape, np.float32)
-            fits = tensor.shape == shape
-            check(fits, f"{found.path}: {name} has shape {tensor.shape}; this {family.model_type} needs {shape}")
-            tensors.append(
-                view.read(
-                    tensor, part.sizes, (slice(None),) * len(_groups(view.pattern.split("->")[1])), np.dtype(np.float32)
-                )
-            )
-        used.update(names)
-        a, b = tensors
-        more = spec.rank - a.shape[-1]
-        a = np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, more)])
-        pairs.append((a, np.pad(ratio * b, [(0, more)] + [(0, 0)] * (b.ndim - 1))))
+) -> tuple[jax.Array, jax.Array]:
+    """A and B of a projection in all layers."""
+    modules = _modules_of(family, parameter)
+    used.update(f"{module}.{part}.weight" for module in modules for part in _PARTS)
+    pairs = [_read_module(found, parameter, module, inputs, spec) for module in modules]
     return tuple(jnp.asarray(np.stack(parts)) for parts in zip(*pairs, strict=True))
+
+
+def _read_module(
+    found: _Found, parameter: Stored, module: str, inputs: int, spec: LoRA
+) -> tuple[np.ndarray, np.ndarray]:
+    """A and B of a projection in one layer: zeros beyond the module's rank, and B with what its scale differs by."""
+    rank = found.rank(module)
+    part = _part(parameter, inputs, rank)
+    a, b = (
+        _read_part(found, f"{module}.{name}.weight", view, part.sizes)
+        for name, view in zip(_PARTS, (part.a, part.b), strict=True)
+    )
+    more = (0, spec.rank - rank)
+    a, b = np.pad(a, [(0, 0)] * (a.ndim - 1) + [more]), np.pad(b, [more] + [(0, 0)] * (b.ndim - 1))
+    return a, b * np.float32(found.scale(module) / spec.scale if rank else 0)
+
+
+def _read_part(found: _Found, name: str, view: View, sizes: Mapping[str, int]) -> np.ndarray:
+    """A tensor through its view; empty if the adapter does not have it."""
+    shape = view.tensor_shape(sizes)
+    tensor = found.tensor(name) if name in found.names else np.zeros(shape, np.float32)
+    fits = tensor.shape == shape
+    check(fits, f"{found.path}: {name} has shape {tensor.shape}; the model needs {shape}")
+    whole = (slice(None),) * len(_groups(view.pattern.partition("->")[2]))
+    return view.read(tensor, sizes, whole, np.dtype(np.float32))
 
 
 def _replaced(found: _Found, family: Family, parameter: Stored, used: set[str]) -> Any:
