@@ -25,6 +25,10 @@ SMALL = {
         *("train.length=16", "train.batch_tokens=32", "train.steps=4", "train.warmup_steps=1", "train.mesh.data=1"),
         *("monitor.evaluate_every=2", "monitor.evaluate_tokens=64", "compare.processes=1"),
     ],
+    "configs/lora.yaml": [
+        *("train.length=16", "train.batch_tokens=32", "train.steps=2", "train.warmup_steps=1", "train.mesh.data=1"),
+        "model.lora.rank=2",
+    ],
 }
 TEXTS = ["data.source=files", "data.paths=[books/*.txt]", "data.held_out=0.3"]
 SIZES = ["evaluate.tokens=64", "evaluate.lengths=[64]", "evaluate.batch_tokens=64"]
@@ -60,13 +64,26 @@ def made_small(arguments):
 @pytest.mark.slow
 def test_the_commands_run_in_their_order(place, capsys):
     names = [arguments[0] for arguments in commands()]
-    assert names == ["compare", "search", "evaluate", "generate", "compare", "evaluate", "evaluate", "export"]
+    assert names == [
+        "compare",
+        "search",
+        "evaluate",
+        "generate",
+        "compare",
+        "evaluate",
+        "evaluate",
+        "export",
+        "fit",
+        *["export"] * 3,
+    ]
     for arguments in commands():
         assert cli.main(made_small(arguments)) == 0, (arguments, capsys.readouterr().err)
     output = capsys.readouterr().out
     assert "At 64 tokens" in output
     exported, run = from_pretrained(place / "exported"), place / "runs/released-coca"
     assert (run / "training.png").is_file()
+    merged, again = (from_pretrained(place / name).stacks[0][0].mlp.up[...] for name in ("merged", "merged-again"))
+    np.testing.assert_allclose(again, merged, atol=1e-6)
     assert not np.array_equal(exported.embed[...], from_pretrained(place / "MODEL").embed[...])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from train.config import load
 from train.config.config import about_sections, keys_beside_sections
-from train.config.settings.checks import nearest
+from train.config.settings.checks import check, nearest
 from train.runtime.lines import in_lines
 from train.runtime.paths import is_store_error
 
@@ -114,11 +114,16 @@ def lm_eval(path: str, overrides: Sequence[str], arguments: Sequence[str]) -> No
         lm_eval(model, overrides, arguments)
 
 
-def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None) -> None:
+def export(path: str, overrides: Sequence[str], folder: str, dtype: str | None, adapter: bool) -> None:
     """write a trained run, or a released model with an extension, in the layout of Hugging Face"""
     directory = _run_of(path, overrides)
-    from train.checkpoint.export import export
+    from train.checkpoint.export import export, export_adapter
 
+    if adapter:
+        check(dtype is None, "--dtype: adapters are written in float32; leave it out")
+        export_adapter(directory, folder, overrides)
+        print(f"{folder} holds the adapters")
+        return
     export(directory, folder, overrides, dtype=dtype)
     print(f"{folder} holds the model")
 
@@ -237,6 +242,10 @@ _ARGUMENTS = {
     "export": {
         "folder": {"metavar": "FOLDER", "help": "to be written, local or at a URL"},
         "--dtype": {"help": "of the tensors (that of a released model; float32 for a run)"},
+        "--adapter": {
+            "action": "store_true",
+            "help": "write the adapters of model.lora alone, in the layout of peft, instead of merging them",
+        },
     },
     "generate": {
         "--prompt": {"default": "", "help": "the text to continue"},

@@ -7,7 +7,7 @@ Parameters of all modules are float32 and carry the logical names of their axes 
 import dataclasses
 import math
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,16 @@ from posjax.attention.sharded import attend_on_mesh
 from posjax.masks import Mask
 from posjax.nn.config import DecoderConfig
 from posjax.nn.gate import OutputGate
+from posjax.nn.lora import project
 from posjax.nn.norms import projection_norm
 from posjax.nn.parameters import (
     bias_parameter,
-    from_heads,
     on_any_mesh,
     parameter,
     placement_of,
     plain,
     plus,
     scheme_parameters,
-    to_heads,
 )
 from posjax.norms import rms_norm
 from posjax.positions import Positions
@@ -71,6 +70,9 @@ class Attention(nnx.Module):
         rngs: random streams.
     """
 
+    PROJECTIONS: ClassVar = {"q": 1, "k": 1, "v": 1, "o": 2}
+    """The number of axes of inputs of every projection that can have an adapter."""
+
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config, self.scheme = config, config.scheme
         scheme = config.scheme
@@ -100,6 +102,7 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = (projection_norm(config, shapes[name][1:], axes[name]) for name in "qk")
         self.o_bias = bias_parameter((width,), ("embed",)) if "output" in config.biases else None
         self.gate = None if config.attention_gate is None else OutputGate(config, size, rngs=rngs)
+        self.adapters = nnx.Dict()
 
     def __call__(
         self,
@@ -175,8 +178,8 @@ class Attention(nnx.Module):
     def _project(self, x) -> list:
         """Queries, keys and values, before the norm of the scheme."""
         clip = self.config.clip_qkv
-        weights = (self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)
-        projected = [plus(to_heads(x, weight[...]), bias) for weight, bias in weights if weight is not None]
+        names = "qkv" if self.v is not None else "qk"
+        projected = [plus(project(self, name, x), getattr(self, f"{name}_bias")) for name in names]
         q, k, v = projected if self.v is not None else (*projected, projected[1])
         v = rms_norm(v, eps=self.config.norm.eps) if self.config.value_norm else v
         q, k = (q, k) if self.q_norm is None else (self.q_norm(q), self.k_norm(k))
@@ -184,7 +187,7 @@ class Attention(nnx.Module):
 
     def _merge(self, out, x):
         out = out if self.gate is None else self.gate(x, out)
-        return plus(from_heads(out, self.o[...]), self.o_bias)
+        return plus(project(self, "o", out), self.o_bias)
 
     def _attend(self, settings: dict, params: dict, projected: list, arrays: dict):
         """``Scheme.attend`` for the batch rows of one device; ``settings`` are not traced, so an int stays an int."""

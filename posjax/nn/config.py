@@ -22,7 +22,7 @@ from posjax._checks import (
 from posjax._numbers import LARGEST, align_ranks
 from posjax.attention.placement import Placement
 from posjax.attention.platform import IMPLEMENTATIONS
-from posjax.nn.specs import ACTIVATIONS, BIASES, GATES, Experts, Latent, Norm, Residual
+from posjax.nn.specs import ACTIVATIONS, BIASES, GATES, Experts, Latent, LoRA, Norm, Residual
 from posjax.rotary import Rotary
 from posjax.scheme import Layers, Scheme, uniform
 from posjax.scheme.layers import MOST_LAYERS
@@ -75,6 +75,7 @@ class DecoderConfig:
         latent: multi-head latent attention (DeepSeek V2). Every query head has its own keys and values; ``"qkv"`` in
             ``biases`` are biases of the latents and of the rotated key.
         residual: where the norms are, and how attention and MLP are added.
+        lora: low-rank adapters beside projections of the blocks.
         biases: which projections have a learned bias, of ``"qkv"``, ``"output"``, ``"gate"`` (of ``attention_gate``),
             ``"mlp"`` and ``"head"``.
         embedding_norm: whether a norm follows the embedding (BLOOM).
@@ -127,6 +128,7 @@ class DecoderConfig:
     latent: Latent | None = None
     norm: Norm = dataclasses.field(default=Norm())
     residual: Residual = dataclasses.field(default=Residual())
+    lora: LoRA | None = None
     biases: tuple[str, ...] = ()
     embedding_norm: bool = False
     projection_norm: bool = False

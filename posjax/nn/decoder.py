@@ -21,6 +21,7 @@ from posjax.nn.block import Block
 from posjax.nn.config import DecoderConfig
 from posjax.nn.experts import Load
 from posjax.nn.lookup import lookup
+from posjax.nn.lora import attach
 from posjax.nn.norms import make_norm
 from posjax.nn.parameters import bias_parameter, parameter, placed, plain, scheme_parameters
 from posjax.positions import Positions, Range, as_array, from_segments
@@ -98,6 +99,8 @@ class Decoder(nnx.Module):
         self.norm = make_norm(width, config.norm)
         self.head = None if config.tied_head else into(rngs.params(), (width, vocabulary), ("embed", "vocab"))
         self.head_bias = bias_parameter((vocabulary,), ("vocab",)) if "head" in config.biases else None
+        if config.lora is not None:
+            attach(self.stacks, config.lora, rngs)
 
     def __call__(
         self,

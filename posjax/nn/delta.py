@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from posjax.attention.placement import Placement
 from posjax.linear import DeltaState, Memory, Recent, empty_memory, gated_delta, short_convolution
 from posjax.masks import Mask, Segments
 from posjax.nn.config import DecoderConfig
+from posjax.nn.lora import project
 from posjax.nn.norms import RMSNorm
-from posjax.nn.parameters import from_heads, on_any_mesh, parameter, placement_of, to_heads
+from posjax.nn.parameters import on_any_mesh, parameter, placement_of
 from posjax.nn.specs import Norm
 
 _CHOSEN_RATES = 1e-3, 1e-1
@@ -39,6 +41,8 @@ class DeltaMixer(nnx.Module):
         rngs: random streams.
     """
 
+    PROJECTIONS: ClassVar = {"q": 1, "k": 1, "v": 1, "gate": 1, "rate": 1, "decay": 1, "o": 2}
+
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config, self.scheme = config, config.scheme
         spec, width = config.scheme.linear, config.model_dim
@@ -57,6 +61,7 @@ class DeltaMixer(nnx.Module):
         self.norm = RMSNorm(spec.value_dim, "head_dim", Norm(eps=config.norm.eps))
         stddev = (spec.num_heads * spec.value_dim * 2 * config.num_layers) ** -0.5
         self.o = parameter(rngs.params(), (*values[0], width), (*values[1], "embed"), stddev)
+        self.adapters = nnx.Dict()
 
     def __call__(
         self, x: Float[Array, "batch length embed"], *, mask: Mask | None = None
@@ -105,18 +110,18 @@ class DeltaMixer(nnx.Module):
         states = dict(zip("qkv", recent, strict=True))
         (q, k, v), recent = zip(*(self._convolved(name, x, ids, state) for name, state in states.items()), strict=True)
         q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
-        steps = jax.nn.softplus(_small(x, self.decay) + self.decay_bias[...].astype(jnp.float32))
+        steps = jax.nn.softplus(_small(self, "decay", x) + self.decay_bias[...].astype(jnp.float32))
         decay = -jnp.exp(self.decay_log[...].astype(jnp.float32)) * steps
-        rate = jax.nn.sigmoid(_small(x, self.rate))
+        rate = jax.nn.sigmoid(_small(self, "rate", x))
         arrays = q.astype(x.dtype), k.astype(x.dtype), v, decay, rate
         out, memory = _on_mesh(arrays, ids, None if cache is None else cache.memory, placement, self.scheme)
-        gate = jax.nn.silu(to_heads(x, self.gate[...]).astype(jnp.float32))
+        gate = jax.nn.silu(project(self, "gate", x).astype(jnp.float32))
         out = (self.norm(out).astype(jnp.float32) * gate).astype(x.dtype)
-        return from_heads(out, self.o[...]), DeltaState(memory, recent)
+        return project(self, "o", out), DeltaState(memory, recent)
 
     def _convolved(self, name: str, x, ids, state: Recent | None) -> tuple[Array, Recent]:
         """Queries, keys or values behind the convolution and its activation."""
-        heads = to_heads(x, getattr(self, name)[...])
+        heads = project(self, name, x)
         kernel = getattr(self, f"{name}_convolution")[...]
         flat = heads.reshape(*heads.shape[:2], -1)
         out, state = short_convolution(flat, kernel.reshape(kernel.shape[0], -1), segment_ids=ids, state=state)
@@ -135,9 +140,11 @@ def _decays(rngs: nnx.Rngs, heads: int) -> tuple[nnx.Param, nnx.Param]:
     return nnx.Param(bias, logical_axes=("heads",)), nnx.Param(jnp.log(factors), logical_axes=("heads",))
 
 
-def _small(x: Float[Array, "*b embed"], weight: nnx.Param) -> Float[Array, "*b heads"]:
+def _small(mixer: DeltaMixer, name: str, x: Float[Array, "*b embed"]) -> Float[Array, "*b heads"]:
     """One number for each head, float32."""
-    return jnp.matmul(x, weight[...].astype(x.dtype), preferred_element_type=jnp.float32)
+    weight, adapter = getattr(mixer, name)[...], mixer.adapters.get(name)
+    out = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    return out if adapter is None else out + adapter(x).astype(jnp.float32)
 
 
 def _unit(x: Float[Array, "*b size"]) -> Float[Array, "*b size"]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,8 @@ class ExpertsMLP(MLP):
         config: the layer's shape, with ``experts``.
         rngs: random streams.
     """
+
+    PROJECTIONS: ClassVar = {}
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         width, spec = config.model_dim, config.experts

@@ -1,12 +1,15 @@
 """The output gate of attention as a Flax NNX module."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from posjax.nn.config import DecoderConfig
-from posjax.nn.parameters import bias_parameter, parameter, plus, to_heads
+from posjax.nn.lora import project
+from posjax.nn.parameters import bias_parameter, parameter, plus
 
 
 class OutputGate(nnx.Module):
@@ -19,6 +22,8 @@ class OutputGate(nnx.Module):
         rngs: random streams.
     """
 
+    PROJECTIONS: ClassVar = {"weight": 1}
+
     def __init__(self, config: DecoderConfig, size: int, *, rngs: nnx.Rngs):
         elementwise = config.attention_gate == "elementwise"
         heads = config.num_heads * config.scheme.copies
@@ -27,12 +32,12 @@ class OutputGate(nnx.Module):
         width = config.model_dim
         self.weight = parameter(rngs.params(), (width, *shape), ("embed", *axes), width**-0.5)
         self.bias = bias_parameter(shape, axes) if "gate" in config.biases else None
+        self.adapters = nnx.Dict()
 
     def __call__(
         self, x: Float[Array, "batch length embed"], out: Float[Array, "batch length heads size"]
     ) -> Float[Array, "batch length heads size"]:
         """The outputs of the heads behind the gate; the gate is computed in float32."""
-        weight = self.weight[...]
-        logits = plus(to_heads(x, weight) if weight.ndim == 3 else x @ weight.astype(x.dtype), self.bias)
+        logits = plus(project(self, "weight", x), self.bias)
         opened = jax.nn.sigmoid(logits.astype(jnp.float32)).astype(out.dtype)
-        return out * (opened if weight.ndim == 3 else opened[..., None])
+        return out * (opened if opened.ndim == out.ndim else opened[..., None])

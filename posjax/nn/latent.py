@@ -1,7 +1,7 @@
 """Multi-head latent attention with a decoupled rotation, around the same schemes as other attention."""
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from posjax.nn.attention import Attention
 from posjax.nn.config import DecoderConfig
 from posjax.nn.gate import OutputGate
+from posjax.nn.lora import adapted, project
 from posjax.nn.norms import RMSNorm
 from posjax.nn.parameters import bias_parameter, parameter, plus, scheme_parameters, to_heads
 
@@ -41,6 +42,10 @@ class LatentAttention(Attention):
         rngs: random streams.
     """
 
+    PROJECTIONS: ClassVar = dict.fromkeys(("latent", "k_rotated", "query_latent", "q", "q_rotated", "k", "v"), 1) | {
+        "o": 2
+    }
+
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config, self.scheme = config, config.scheme
         width, heads, spec = config.model_dim, config.num_heads, config.latent
@@ -70,6 +75,7 @@ class LatentAttention(Attention):
         self.learned = scheme_parameters(made)
         self.o_bias = bias_parameter((width,), ("embed",)) if "output" in config.biases else None
         self.gate = None if config.attention_gate is None else OutputGate(config, spec.value, rngs=rngs)
+        self.adapters = nnx.Dict()
 
     def _project(self, x) -> list:
         """Queries, keys and values of every head."""
@@ -78,19 +84,22 @@ class LatentAttention(Attention):
     def _queries(self, x) -> Float[Array, "batch length heads size"]:
         """The queries, their rotated channels first."""
         if self.query_latent is not None:
-            x = self.query_norm(_product(x, self.query_latent, self.query_latent_bias))
+            x = self.query_norm(plus(project(self, "query_latent", x), self.query_latent_bias))
+        if not self.adapters.keys().isdisjoint(("q", "q_rotated")):
+            return jnp.concatenate([project(self, "q_rotated", x), project(self, "q", x)], axis=-1)
         return to_heads(x, jnp.concatenate([self.q_rotated[...], self.q[...]], axis=-1))
 
     def _stored(self, x) -> Float[Array, "batch length 1 stored"]:
         """What a cache holds of every token: the key that the features rotate, and the latent."""
-        latent = self.latent_norm(_product(x, self.latent, self.latent_bias))
-        return jnp.concatenate([_product(x, self.k_rotated, self.k_rotated_bias), latent], axis=-1)[..., None, :]
+        latent = self.latent_norm(plus(project(self, "latent", x), self.latent_bias))
+        rotated = plus(project(self, "k_rotated", x), self.k_rotated_bias)
+        return jnp.concatenate([rotated, latent], axis=-1)[..., None, :]
 
     def _expanded(self, stored) -> tuple[Array, Array]:
         """Keys and values of every head."""
         rotated = self.config.latent.rotated
         shared, latent = stored[..., :rotated], stored[..., 0, rotated:]
-        k, v = to_heads(latent, self.k[...]), to_heads(latent, self.v[...])
+        k, v = project(self, "k", latent), project(self, "v", latent)
         return jnp.concatenate([jnp.broadcast_to(shared, (*k.shape[:-1], rotated)), k], axis=-1), v
 
     def _step(self, x, cache: Any, **arguments) -> tuple[Array, Any]:
@@ -98,10 +107,10 @@ class LatentAttention(Attention):
         if self._expands(x.shape[1]):
             return self.scheme.decode(q, stored, None, cache, read=self._expanded, **arguments)
         rotated = self.config.latent.rotated
-        absorbed = jnp.einsum("bthd,rhd->bthr", q[..., rotated:], self.k[...].astype(q.dtype))
+        absorbed = jnp.einsum("bthd,rhd->bthr", q[..., rotated:], adapted(self, "k").astype(q.dtype))
         q = jnp.concatenate([q[..., :rotated], absorbed], axis=-1)
         out, cache = self.scheme.decode(q, stored, None, cache, read=_as_values, **arguments)
-        return jnp.einsum("bthr,rhd->bthd", out[..., rotated:], self.v[...].astype(out.dtype)), cache
+        return jnp.einsum("bthr,rhd->bthd", out[..., rotated:], adapted(self, "v").astype(out.dtype)), cache
 
     def _expands(self, tokens: int) -> bool:
         """Whether expanding the keys of a long cache takes less time than wider scores and sums for these tokens.
@@ -114,10 +123,6 @@ class LatentAttention(Attention):
         expanded = spec.unrotated + spec.value
         saved = 2 * spec.stored - spec.rotated - expanded
         return isinstance(tokens, int) and tokens * saved > spec.rank * expanded
-
-
-def _product(x, matrix: nnx.Param, bias: nnx.Param | None):
-    return plus(x @ matrix[...].astype(x.dtype), bias)
 
 
 def _as_values(stored):

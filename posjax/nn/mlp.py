@@ -1,12 +1,14 @@
 """The hidden layer of a block."""
 
 from functools import partial
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from posjax.nn.config import DecoderConfig
+from posjax.nn.lora import project
 from posjax.nn.parameters import bias_parameter, on_any_mesh, parameter, plus
 from posjax.nn.specs import ACTIVATIONS
 
@@ -19,6 +21,8 @@ class MLP(nnx.Module):
         rngs: random streams.
         experts: ``(count,)``, the leading axis of every parameter, for several MLPs; ``()`` for a single MLP.
     """
+
+    PROJECTIONS: ClassVar = {"gate": 1, "up": 1, "down": 1}
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, experts: tuple[int, ...] = ()):
         self.config = config
@@ -38,6 +42,7 @@ class MLP(nnx.Module):
         learned = ACTIVATIONS[config.activation].learned
         numbers = {name: nnx.Param(jnp.float32(value), logical_axes=()) for name, value in learned.items()}
         self.activation = nnx.Dict(numbers) if numbers else None
+        self.adapters = nnx.Dict()
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
         return on_any_mesh(type(self)._mixed, self, x)
@@ -49,9 +54,9 @@ class MLP(nnx.Module):
         return self(x), None
 
     def _mixed(self, x):
-        up = _product(x, self.up, self.up_bias)
-        gate = () if self.gate is None else (_product(x, self.gate, self.gate_bias),)
-        return _product(self._hidden(*gate, up), self.down, self.down_bias)
+        up = plus(project(self, "up", x), self.up_bias)
+        gate = () if self.gate is None else (plus(project(self, "gate", x), self.gate_bias),)
+        return plus(project(self, "down", self._hidden(*gate, up)), self.down_bias)
 
     def _hidden(self, *parts):
         """The hidden units, from ``gate x``, if there is a gate, and ``up x``."""
@@ -61,7 +66,3 @@ class MLP(nnx.Module):
     def _learned(self) -> dict[str, Array]:
         """The numbers that the activation learns."""
         return {} if self.activation is None else {name: leaf[...] for name, leaf in self.activation.items()}
-
-
-def _product(x, matrix: nnx.Param, bias: nnx.Param | None):
-    return plus(x @ matrix[...].astype(x.dtype), bias)

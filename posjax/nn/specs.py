@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from posjax._checks import check, check_choice, check_count, check_counts, check_flags, check_number, describe
+from posjax._checks import (
+    check,
+    check_choice,
+    check_count,
+    check_counts,
+    check_flags,
+    check_number,
+    check_positive,
+    describe,
+)
 from posjax._numbers import widened
 
 NORMS = ("rms", "layer")
@@ -206,6 +215,41 @@ class Latent:
     def stored(self) -> int:
         """Numbers of a token in a cache."""
         return self.rotated + self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters of projections: ``y = W x + s B (A x)`` with A of ``rank`` rows (Hu et al., arXiv 2106.09685).
+
+    Args:
+        rank: numbers of ``A x``.
+        alpha: the scale s is ``alpha / rank``.
+        paths: patterns of the names of projections in a block that have an adapter, as in ``"attention/[qv]"``, where
+            ``*`` stands for any part. The projections are ``attention/q``, ``k``, ``v`` and ``o``, ``mlp/gate``, ``up``
+            and ``down``, those of latent attention, of its output gate (``attention/gate/weight``), of Gated DeltaNet
+            (``delta/q``, ...) and of the MLP beside experts (``mlp/shared/up``, ...).
+        rank_stabilized: whether s is ``alpha / sqrt(rank)`` (Kalajdzievski, arXiv 2312.03732).
+
+    Raises:
+        ValueError: for a rank that is not whole and above 0, an ``alpha`` that is not above 0, and no paths.
+    """
+
+    rank: int = 16
+    alpha: float = 16.0
+    paths: tuple[str, ...] = ("*",)
+    rank_stabilized: bool = False
+
+    def __post_init__(self):
+        check_flags(self, "lora.")
+        check_counts(**{"lora.rank": self.rank})
+        check_positive("lora.alpha", self.alpha)
+        named = bool(self.paths) and all(isinstance(path, str) for path in self.paths)
+        check(named, f"lora.paths must name projections, as in ('attention/*', 'mlp/*'), found {describe(self.paths)}")
+
+    @property
+    def scale(self) -> float:
+        """The factor s of ``B (A x)``."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posjax.nn import save_pretrained
+from posjax.nn import merge_adapters, save_pretrained
+from posjax.nn.huggingface import save_adapter
 from posjax.nn.huggingface.family import length_value
 from posjax.nn.huggingface.files import CONFIG, COPIED, open_location
 from posjax.nn.huggingface.hub import file_on_disk
@@ -18,7 +19,7 @@ from train.checkpoint.restore import config_of, entry_in_stage, is_run, paramete
 from train.config import Config, SchemeConfig, own_tokenizer
 from train.config.settings.checks import check
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.model.build import evaluated_scheme, extension_of, model_length, scheme_of
+from train.model.build import RELEASED, evaluated_scheme, extension_of, model_length, scheme_of
 from train.model.extension import UNSCALED
 from train.runtime.lines import in_a_line
 from train.runtime.paths import path
@@ -34,10 +35,10 @@ def export(
 ) -> None:
     """Writes the model of a run, or a released one, into a folder in the layout of Hugging Face.
 
-    With ``scheme.extend`` the extended model is written, and its options are reported. The tokenizer's files are
-    copied; if it is not the released model's, its special tokens replace those in ``config.json``. So is a template of
-    conversations that ``data.chat_template`` names. Of a run with ``train.ema`` the averaged parameters are written,
-    unless ``evaluate.averaged`` is false; that is reported.
+    Adapters are merged into their projections. With ``scheme.extend`` the extended model is written, and its options
+    are reported. The tokenizer's files are copied; if it is not the released model's, its special tokens replace those
+    in ``config.json``. So is a template of conversations that ``data.chat_template`` names. Of a run with ``train.ema``
+    the averaged parameters are written, unless ``evaluate.averaged`` is false; that is reported.
 
     Args:
         location: the run or the released model.
@@ -51,6 +52,7 @@ def export(
     config = config_of(location, overrides)
     like = _original(location, config)
     stage, model = restore(location, config)
+    model = merge_adapters(model)
     entry, longest = entry_in_stage(config.scheme, config, stage), max(stage.evaluate.lengths)
     options = extension_of(stage, entry, longest)
     nothing = f"scheme.extend changes nothing up to {longest} tokens, the longest of evaluate.lengths"
@@ -73,6 +75,30 @@ def export(
     if entry.extend:
         reached = length_value(model.config)["max_position_embeddings"]
         log(f"extended by {json.dumps(options)}; max_position_embeddings is {reached}")
+
+
+def export_adapter(location: str | Path, folder: str, overrides: Sequence[str] = ()) -> None:
+    """Writes the adapters of a run, or of a released model with ``init.adapter``, into a local folder in peft's layout.
+
+    Other parameters that the run trained are written with them, as whole modules.
+
+    Raises FileNotFoundError without a trained run, and ValueError for a model without adapters, or with another scheme
+    than the released one, which an adapter does not store.
+    """
+    config = config_of(location, overrides)
+    stage, model = restore(location, config)
+    check(
+        model.config.lora is not None,
+        "--adapter: the model has no adapters; set model.lora and train it, or leave --adapter out",
+    )
+    entry = entry_in_stage(config.scheme, config, stage)
+    own = entry.name == RELEASED and not entry.options and not entry.extend
+    check(
+        own, "--adapter: an adapter stores no scheme, and this is not the released one; without it the model is written"
+    )
+    trained = [pattern for each in config.every_stage for pattern in each.train.trainable]
+    family = config.init.values.get("model_type")
+    save_adapter(model, folder, family=family, base=config.init.path, trained=trained)
 
 
 def _reach(config: Config, entry: SchemeConfig, longest: int) -> int:

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from posjax.nn import from_pretrained
+from posjax.nn.huggingface import load_adapter
 from posjax.nn.huggingface.files import reaching
 from posjax.nn.huggingface.hub import is_name, pinned, short_name
 from posjax.nn.huggingface.load import is_gguf, is_released
@@ -62,7 +63,7 @@ def config_of(location: str | Path, overrides: Sequence[str] = ()) -> Config:
 def _config_of_released(location: str | Path, overrides: Sequence[str]) -> Config:
     in_folder = _whole(location).rpartition("/")[2].removesuffix(".gguf")
     name = short_name(location) if is_name(location) else in_folder
-    config = load_values({"init": str(location), "name": name, "train": {"steps": 0}}, overrides)
+    config = load_values({"init": {"path": str(location)}, "name": name, "train": {"steps": 0}}, overrides)
     why = f"init: found {config.init.path}, but the command is for {location}; leave init out"
     check(_whole(config.init.path) == _whole(location), why)
     own = config.scheme.name == RELEASED and not config.scheme.options
@@ -91,7 +92,9 @@ def restore(
     if not is_run(location):  # nothing is trained: `remat` has no effect, and parameters can keep their narrow dtype
         options = {name: getattr(config.model, name) for name in ("compute_dtype", "scan_layers", "implementation")}
         sharding = None if mesh is None else partial(named_sharding, mesh)
-        return config, from_pretrained(config.init.path, dtype=None, sharding=sharding, **options)
+        model = from_pretrained(config.init.path, dtype=None, sharding=sharding, **options)
+        adapter, family = config.init.adapter, config.init.values.get("model_type")
+        return config, load_adapter(model, adapter, family=family) if adapter else model
     directory = path(location)
     trained, model = restore_model(directory, stage, mesh, averaged=config.evaluate.averaged)
     return config.stage(read_config(directory).every_stage.index(trained)), model
@@ -173,7 +176,8 @@ def results_of(location: str | Path, config: Config) -> Path:
     check(
         not is_run(directory), f"{directory} holds a run; choose another name for the results of {location}, by name="
     )
-    mark, model = directory / _MODEL_FILE, _whole(config.init.path)
+    adapter = f", adapter {_whole(config.init.adapter)}" if config.init.adapter else ""
+    mark, model = directory / _MODEL_FILE, f"{_whole(config.init.path)}{adapter}"
     known = mark.read_text(encoding="utf-8") if mark.is_file() else model
     check(known == model, f"{directory} holds results of {known}; choose another name, by name=")
     directory.mkdir(parents=True, exist_ok=True)

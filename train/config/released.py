@@ -11,12 +11,14 @@ from posjax.nn.huggingface import read_config
 from posjax.nn.huggingface.family import reach
 from posjax.nn.huggingface.hub import pinned
 from posjax.nn.huggingface.load import read_values
+from posjax.nn.huggingface.peft import read_settings
+from posjax.nn.huggingface.registry import family_of
 from train.config.settings.checks import check, unknown
-from train.config.settings.model import own_tokenizer
+from train.config.settings.model import InitConfig, own_tokenizer
 
 _HOW = ("compute_dtype", "remat", "scan_layers", "implementation")
 """Keys of the model that say how it is computed; for these the config takes precedence."""
-_NOT_SHAPE = ("scheme", "placement", *_HOW)
+_NOT_SHAPE = ("scheme", "placement", "lora", *_HOW)
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,14 +34,19 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     init = values["init"] if isinstance(values["init"], Mapping) else {"path": values["init"]}
     check(isinstance(init.get("path"), str), f"init: expected a path, found {describe(init.get('path'))}")
+    keys = tuple(field.name for field in dataclasses.fields(InitConfig))
     for key in init:
-        if key not in ("path", "values"):
-            raise unknown("init", key, ("path", "values"), "key")
+        if key not in keys:
+            raise unknown("init", key, keys, "key")
     path, found = pinned(init["path"]), init.get("values")
     check(found is None or isinstance(found, Mapping), f"init.values: expected a config.json, found {describe(found)}")
     found = found or read_values(path)
     shape = model_section(read_config(found))
     given, data = _section(values, "model"), {"special_tokens": "own", **_section(values, "data")}
+    adapter = init.get("adapter") or ""
+    check(isinstance(adapter, str), f"init.adapter: expected a path, found {describe(adapter)}")
+    if adapter and given.get("lora") is None:
+        given["lora"] = dataclasses.asdict(read_settings(adapter, family_of(found), read_config(found)))
     shape["trained_length"] = _trained_length(path, found, given.get("trained_length"))
     for key, value in given.items():
         check(
@@ -51,7 +58,7 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **values,
         "scheme": {"name": "released", **scheme} if isinstance(scheme, Mapping) else scheme,
-        "init": {"path": path, "values": found},
+        "init": {"path": path, "adapter": adapter, "values": found},
         "model": shape | {key: value for key, value in given.items() if key not in shape},
         "data": data,
         **_lengths(values, shape["trained_length"]),

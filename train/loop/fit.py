@@ -14,8 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from posjax import nn
+from posjax._checks import describe
 from posjax.nn.decoder import Loads
 from posjax.nn.huggingface.load import open_source, read_parameters
+from posjax.nn.huggingface.peft import read_adapter
+from posjax.nn.huggingface.registry import family_of
 from train.checkpoint.directory import check_run, create_run
 from train.checkpoint.local import LocalCheckpoint, LocalCheckpoints
 from train.checkpoint.manager import Checkpoint, Checkpoints
@@ -28,7 +32,7 @@ from train.loop.step import Program, StepMetrics, build_program
 from train.model.build import RELEASED, Setup, as_released, check_model
 from train.model.convert import check_continues, convert
 from train.model.mesh import make_mesh
-from train.model.sharding import global_batch, rows_of_process
+from train.model.sharding import global_batch, rows_of_process, tree_shardings
 from train.model.state import TrainState
 from train.monitor.meter import peak_memory_bytes
 from train.monitor.monitor import Monitor, check_monitor
@@ -338,9 +342,24 @@ def initial_parameters(setup: Setup) -> Any:
     """
     config = setup.config
     released = Setup(as_released(config), setup.mesh)
-    abstract = build_program(released).abstract.parameters
-    found = read_parameters(open_source(config.init.path), config.init.values, released.decoder, abstract)
-    return jax.jit(partial(convert, released, setup))(found) if config.scheme.name != RELEASED else found
+    plain = replace(released, config=replace(released.config, model=replace(config.model, lora=None)))
+    shardings = tree_shardings(setup.mesh, plain.axes, plain.shapes)
+    wanted = jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), plain.shapes, shardings)
+    found = read_parameters(open_source(config.init.path), config.init.values, plain.decoder, wanted)
+    if config.init.adapter:
+        found = _with_adapter(released, plain.decoder, found)
+    start = partial(convert, released, setup)
+    # Without a change of the scheme the arrays stay as they are; a compiled program would copy them.
+    return (start if config.scheme.name == RELEASED else jax.jit(start))(found)
+
+
+def _with_adapter(setup: Setup, plain: nn.DecoderConfig, parameters: Any) -> Any:
+    """The parameters of a released model, with the adapter that ``init`` names."""
+    init = setup.config.init
+    spec, found = read_adapter(init.adapter, family_of(init.values), plain, parameters)
+    wanted = setup.decoder.lora
+    check(spec == wanted, f"model.lora: {describe(wanted)} contradicts {init.adapter}, which has {spec}; leave it out")
+    return found
 
 
 def _stream_seed(seed: int, stage: int) -> int:

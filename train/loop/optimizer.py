@@ -16,6 +16,9 @@ from posjax.nn.huggingface.load import named_parameters
 from train.config import TrainConfig
 from train.model.state import is_axis_names, is_matrix
 
+ADAPTERS = "*/adapters/*"
+"""The pattern of the names of the parameters of adapters."""
+
 TRAINED, FROZEN = "moves", "stays"  # keys of the optimizer's state, so also in saved checkpoints
 
 
@@ -68,7 +71,7 @@ def _after_warmup(config: TrainConfig, peak: float | Float[Array, ""]) -> optax.
 
 
 def make_optimizer(config: TrainConfig, axes: Any, rates: Rates | None = None) -> optax.GradientTransformation:
-    """Clipping by the global norm, then the optimizer of the config, on the parameters that ``train.trainable`` names.
+    """Clipping by the global norm, then the optimizer of the config, on the parameters that `param_labels` names.
 
     An update is ``-rate * (direction + weight_decay * parameter)``; the config's optimizer sets only the direction.
     `axes` is the tree of the parameters' logical axis names. Only the model's matrices decay (see `is_matrix`): norms,
@@ -83,7 +86,7 @@ def make_optimizer(config: TrainConfig, axes: Any, rates: Rates | None = None) -
     )
     # A chain in a chain: with AdamW, the shape of the state in checkpoints that were saved before.
     chosen = optax.chain(optax.clip_by_global_norm(config.clip_norm), unclipped)
-    if config.trainable:
+    if _trainable(config, axes):
         chosen = optax.partition({TRAINED: chosen, FROZEN: optax.set_to_zero()}, param_labels(config, axes))
     return _scaled(chosen, jax.tree.unflatten(_structure(axes), list(rates.factors)))
 
@@ -111,14 +114,21 @@ def param_labels(config: TrainConfig, axes: Any) -> Any:
     """For every parameter `TRAINED` or `FROZEN`.
 
     A pattern of ``train.trainable`` matches a parameter's path, as in ``stacks/0/0/attention/k`` or ``*/attention/k``.
+    Without any pattern all parameters are trained, or, of a model with adapters, these alone.
 
     Raises ValueError for a pattern that matches no parameter.
     """
-    names = _names(axes, "train.trainable", config.trainable)
-    trained = [
-        not config.trainable or any(fnmatchcase(name, pattern) for pattern in config.trainable) for name in names
-    ]
+    patterns = _trainable(config, axes)
+    names = _names(axes, "train.trainable", patterns)
+    trained = [not patterns or any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
     return jax.tree.unflatten(_structure(axes), [TRAINED if each else FROZEN for each in trained])
+
+
+def _trainable(config: TrainConfig, axes: Any) -> tuple[str, ...]:
+    """The patterns of the trained parameters; none if all are trained."""
+    if config.trainable:
+        return config.trainable
+    return (ADAPTERS,) if any(fnmatchcase(name, ADAPTERS) for name, _ in named_parameters(axes)) else ()
 
 
 def _names(axes: Any, key: str, patterns: Iterable[str]) -> list[str]:

@@ -21,7 +21,7 @@ from train.config import Config
 from train.data.packing import Batch
 from train.data.tokenizer import Tokenizer
 from train.loop.loss import Losses, token_losses
-from train.loop.optimizer import FROZEN, Rates, learning_rate, make_optimizer, param_labels
+from train.loop.optimizer import FROZEN, TRAINED, Rates, learning_rate, make_optimizer, param_labels
 from train.model.build import Setup
 from train.model.sharding import (
     LENGTH_AXES,
@@ -276,18 +276,23 @@ def _of_piece(
 ) -> tuple[_Found, Any]:
     """The losses of some rows, and the gradient of their sum divided by the number of predicted tokens of the batch.
 
-    The balance loss of experts is that of these rows, and of those on the other devices of the axis ``across``.
+    The gradient of a frozen parameter is a single zero, which takes no memory. The balance loss of experts is that of
+    these rows, and of those on the other devices of the axis ``across``.
     """
     train = setup.config.train
+    labels = param_labels(train, setup.axes)
 
-    def objective(parameters):
-        losses, loads = found = _losses(setup, parameters, piece.rows, piece.drawn)
+    def objective(trained):
+        own = jax.tree.map(lambda *each: each[0] if each[2] == TRAINED else each[1], trained, parameters, labels)
+        losses, loads = found = _losses(setup, own, piece.rows, piece.drawn)
         loss = (losses.nll + train.z_loss * losses.z) / predicted
         if weight := setup.balance_weight:
             loss += weight / train.accumulate * balance_loss(setup.decoder.experts, loads, across)
         return loss, jax.lax.stop_gradient(found)
 
-    gradients, found = jax.grad(objective, has_aux=True)(parameters)
+    zero = jnp.zeros((), jnp.float32)
+    trained = jax.tree.map(lambda leaf, label: leaf if label == TRAINED else zero, parameters, labels)
+    gradients, found = jax.grad(objective, has_aux=True)(trained)
     return found, gradients
 
 
@@ -370,9 +375,5 @@ def _losses(setup: Setup, parameters: Any, batch: Batch, drawn: dict[str, Array]
 
 
 def _cast(setup: Setup, parameters: Any) -> Any:
-    """The parameters as the model uses them: matrices cast before communication, frozen ones without a gradient."""
-    trained = param_labels(setup.config.train, setup.axes)
-    held = jax.tree.map(
-        lambda leaf, label: jax.lax.stop_gradient(leaf) if label == FROZEN else leaf, parameters, trained
-    )
-    return cast_matrices(held, setup.axes, jnp.dtype(setup.config.model.compute_dtype), setup.mesh)
+    """The parameters as the model uses them, with matrices cast before communication."""
+    return cast_matrices(parameters, setup.axes, jnp.dtype(setup.config.model.compute_dtype), setup.mesh)

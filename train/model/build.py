@@ -155,6 +155,7 @@ class Setup:
             "vocab_size": fields["vocab_size"] or self.tokenizer.vocabulary_size,
             "experts": model.experts and _experts(model.experts),
             "latent": model.latent and _latent(model.latent),
+            "lora": model.lora and nn.LoRA(**vars(model.lora)),
             "norm": nn.Norm(**vars(model.norm)),
             "residual": nn.Residual(**vars(model.residual)),
             "placement": self.placement,
@@ -283,5 +284,6 @@ def learned_positions(setup: Setup) -> tuple[str, ...]:
 
 
 def as_released(config: Config) -> Config:
-    """The config with the scheme of the released model that it starts from."""
-    return dataclasses.replace(config, scheme=SchemeConfig(RELEASED), stages=())
+    """The config of the model that it starts from: with the released scheme, and with adapters if ``init`` has them."""
+    model = config.model if config.init.adapter else dataclasses.replace(config.model, lora=None)
+    return dataclasses.replace(config, model=model, scheme=SchemeConfig(RELEASED), stages=())

@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from posjax.coca import Coca, merge_projection
+from posjax.nn.adapters import adapters_of
 from posjax.nn.huggingface.load import named_parameters
 from posjax.rotary import Rotary
 from posjax.scheme import Scheme
@@ -22,7 +23,8 @@ def convert(before: Setup, after: Setup, parameters: Any) -> Any:
 
     Parameters that have the same names and shapes in the next scheme are copied. RoPE turns into CoCA (Zhu et al.,
     arXiv 2309.08646, section 4.1): the projection ``t`` of half the width is the mean of the keys' projection over the
-    two channels of each plane, and the projection of the query of tied CoCA is such a mean too.
+    two channels of each plane, and the projection of the query of tied CoCA is such a mean too. Adapters that the stage
+    before did not have are new.
 
     Raises ValueError for schemes that do not follow from each other.
     """
@@ -30,8 +32,11 @@ def convert(before: Setup, after: Setup, parameters: Any) -> Any:
     found = dict(named_parameters(parameters))
     old, new = before.config.scheme.label, after.config.scheme.label
     schemes = dict(_schemes(before, after))
+    new_adapters = _adapters(after) if before.decoder.lora is None and after.decoder.lora is not None else {}
 
     def taken(name: str, shape: tuple[int, ...]) -> Any:
+        if name in new_adapters:
+            return new_adapters[name]
         if name in found and found[name].shape == shape:
             return found[name]
         block, _, projection = name.rpartition("/attention/")
@@ -50,6 +55,12 @@ def convert(before: Setup, after: Setup, parameters: Any) -> Any:
     if lost:
         raise ValueError(f"scheme: {new!r} would lose parameters that {old!r} has learned: {lost[0]}")
     return jax.tree.unflatten(jax.tree.structure(wanted), [taken(name, shape) for name, shape in names])
+
+
+def _adapters(setup: Setup) -> dict[str, Any]:
+    """The adapters of a new model by their names."""
+    drawn = jax.jit(lambda: adapters_of(nnx.to_pure_dict(nnx.state(setup.model()))))  # compiled, only they are drawn
+    return dict(named_parameters(drawn()))
 
 
 def _schemes(before: Setup, after: Setup):

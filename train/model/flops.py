@@ -56,9 +56,10 @@ def decoder_flops(decoder: DecoderConfig, segment_ids: np.ndarray) -> Flops:
         attention  = sum over layers of  6 heads pairs (d_qk + d_v)
 
     since a product of n multiply-adds costs 2 n FLOPs forward and 4 n backward. The lookup of embeddings, norms,
-    rotations, biases and the softmax are not counted, nor are the parameters of a position scheme. A layer of linear
-    attention has no pairs: it costs ``12 heads m d_v`` a token, m features updating and reading a state of ``m d_v``.
-    One of Gated DeltaNet costs ``18 heads d_k d_v``, because it reads the state for the key too.
+    rotations, biases and the softmax are not counted, nor are adapters and the parameters of a position scheme. Frozen
+    parameters count like trained ones, though their products cost 4 n in all. A layer of linear attention has no pairs:
+    it costs ``12 heads m d_v`` a token, m features updating and reading a state of ``m d_v``. One of Gated DeltaNet
+    costs ``18 heads d_k d_v``, because it reads the state for the key too.
 
     Args:
         decoder: the shape of the model.

@@ -65,8 +65,8 @@ def is_axis_names(node: Any) -> bool:
 
 
 def is_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether a parameter with axes of these names is a matrix: from or to the residual stream, or from a latent.
+    """Whether a parameter with axes of these names is a matrix: from or to the residual stream, or a latent.
 
     The router of a mixture of experts does not count as a matrix.
     """
-    return not {"embed", "rank"}.isdisjoint(names) and len(set(names) - {None, "layers", "experts"}) > 1
+    return not {"embed", "rank", "latent"}.isdisjoint(names) and len(set(names) - {None, "layers", "experts"}) > 1

@@ -78,6 +78,8 @@ def save_pretrained(
         ValueError: for a decoder that the layout cannot store (CoCA, ReRoPE, ...), for a number beyond the range of
             ``dtype``, and for a folder that holds a model. Nothing is written then.
     """
+    alone = "decoder has adapters, which the layout does not store; merge_adapters makes one without"
+    check(decoder.config.lora is None, f"{alone}, save_adapter writes them alone")
     check_positive("max_file_bytes", max_file_bytes)
     check_dtype(dtype)
     like = None if like is None else pinned(like)

@@ -4,13 +4,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from posjax.nn.huggingface.files import is_local, open_location
+from posjax.nn.huggingface.files import TensorFolder, is_local, open_location
 from posjax.nn.huggingface.hub import on_disk
 from posjax.nn.huggingface.load import is_gguf, tensor_folder
+from posjax.nn.huggingface.peft import SETTINGS
 from train.config import Config, SchemeConfig
 from train.config.settings.checks import check
 from train.data.sources import all_documents
@@ -125,15 +127,22 @@ def scored(config: Config) -> int:
 
 
 def digest_of_model(setup: Setup) -> str:
-    """A hash that differs between models with different weights, config, tokenizer or compute dtype.
+    """A hash that differs between models with different weights, config, adapter, tokenizer or compute dtype.
 
     Local files are read completely; at a URL the file system's own checksum of the contents is used.
     """
-    config, location = setup.config, setup.config.init.path
-    files, root = open_location(on_disk(location))
-    names = [root] if is_gguf(location) else [f"{root}/{name}" for name in tensor_folder(location).files]
-    marks = [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
+    config, location, adapter = setup.config, setup.config.init.path, setup.config.init.adapter
+    root = on_disk(location)
+    marks = _marks(root, [""] if is_gguf(location) else [f"/{name}" for name in tensor_folder(location).files])
+    marks += _marks(adapter, [f"/{name}" for name in (SETTINGS, *TensorFolder(adapter).files)]) if adapter else []
     return key_of([config.init.values, config.model.compute_dtype, setup.tokenizer.identity, marks])
+
+
+def _marks(location: str | Path, ends: Sequence[str]) -> list[str]:
+    """What changes with the contents of files, each named by the location and an end."""
+    files, root = open_location(location)
+    names = [f"{root}{end}" for end in ends]
+    return [_file_digest(name) if is_local(files) else str(files.ukey(name)) for name in names]
 
 
 def _file_digest(name: str) -> str:

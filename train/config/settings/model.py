@@ -16,10 +16,12 @@ class InitConfig:
     unless a local path has that name.
 
     In a config ``init: PATH`` is enough. When the config is read, `values` become those of its ``config.json``, and the
-    revision becomes the commit that it then is.
+    revision becomes the commit that it then is. `adapter` is a folder of peft with LoRA for the model, which the
+    training goes on with; it determines ``model.lora``.
     """
 
     path: str = ""
+    adapter: str = ""
     values: Mapping = field(default_factory=dict)
 
 
@@ -85,6 +87,16 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    """The fields of `posjax.nn.LoRA`."""
+
+    rank: int = 16
+    alpha: float = 16.0  # the scale of an adapter is alpha / rank
+    paths: tuple[str, ...] = ("*",)  # patterns of the names of projections in a block, as in attention/[qv]
+    rank_stabilized: bool = False  # the scale is alpha / sqrt(rank)
+
+
+@dataclass(frozen=True)
 class ResidualConfig:
     """The fields of `posjax.nn.Residual`."""
 
@@ -124,6 +136,7 @@ class ModelConfig:
     latent: LatentConfig | None = None  # multi-head latent attention; head_dim and num_kv_heads follow from it
     norm: NormConfig = field(default_factory=NormConfig)
     residual: ResidualConfig = field(default_factory=ResidualConfig)
+    lora: LoRAConfig | None = None  # low-rank adapters; unless train.trainable says more, they alone are trained
     biases: tuple[str, ...] = ()  # those of qkv, output, gate, mlp, head that have a bias
     embedding_norm: bool = False
     projection_norm: bool = False  # of queries and keys over all heads together

@@ -108,7 +108,8 @@ class TrainConfig:
     loss_chunks: int = 1  # parts of the vocabulary that the loss is computed in, so that the full logits never exist
     spike_factor: float = 0.0  # skips an update whose gradient norm exceeds this multiple of its running mean; 0: never
     stop_after_skips: int = 10  # updates skipped in a row, for spikes or for numbers that are not finite
-    trainable: tuple[str, ...] = ()  # patterns of the names of the trained parameters; all of them when empty
+    # Patterns of the names of the trained parameters; when empty all of them, with model.lora those of adapters.
+    trainable: tuple[str, ...] = ()
     redraw_every: int = 0  # steps between new random features of Performer; 0: the first ones are kept
     mask_rate: float = 0.15  # share of the tokens to be predicted when model.causal is false
     checkpoint_every: int = 500
