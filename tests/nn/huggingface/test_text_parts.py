@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from nn.huggingface import released
+from nn.huggingface import released, seeing
 from nn.huggingface.released import rewritten
 from nn.huggingface.theirs import TOKENS, assert_close, class_of, greedy_tokens, logits, random_model, transformers
 from refusals import refused
@@ -41,13 +41,13 @@ def runnable(model):
 
 @pytest.fixture(scope="module")
 def case(request, tmp_path_factory):
-    model = random_model(released.TEXT_PARTS[request.param], transformers.AutoModelForImageTextToText)
+    model = random_model(seeing.TEXT_PARTS[request.param], transformers.AutoModelForImageTextToText)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder, max_shard_size="40KB")
     return Case(runnable(model), folder, logits(runnable(model), TOKENS))
 
 
-wide = pytest.mark.parametrize("case", released.TEXT_PARTS, indirect=True, scope="module")
+wide = pytest.mark.parametrize("case", seeing.TEXT_PARTS, indirect=True, scope="module")
 
 
 @quiet
@@ -102,7 +102,7 @@ def test_the_text_part_is_read_onto_a_mesh_and_written_from_it(case, tmp_path):
 @pytest.mark.parity
 @pytest.mark.wide
 def test_stacked_experts_may_be_transposed_as_qwen3_vl_was_released(tmp_path):
-    model = random_model(released.TEXT_PARTS["qwen3_vl_moe"], transformers.AutoModelForImageTextToText)
+    model = random_model(seeing.TEXT_PARTS["qwen3_vl_moe"], transformers.AutoModelForImageTextToText)
     for name in ("model", "transposed"):
         model.save_pretrained(tmp_path / name)
     tensors = released.stored(tmp_path / "model").items()
@@ -179,9 +179,9 @@ TIED = ("deepseek_vl", "internvl", "mistral3", "ovis2")
 
 @quiet
 @pytest.mark.parity
-@pytest.mark.parametrize("name", released.TEXT_PARTS)
+@pytest.mark.parametrize("name", seeing.TEXT_PARTS)
 def test_keys_missing_from_text_config_have_the_defaults_of_transformers(name):
-    values = released.TEXT_PARTS[name]
+    values = seeing.TEXT_PARTS[name]
     theirs = transformers.AutoConfig.for_model(**values)
     assert read_config(values) == read_config(theirs.to_dict())
     few = {"model_type": theirs.text_config.model_type} | SAID.get(values["model_type"], {})
@@ -197,16 +197,16 @@ def test_keys_missing_from_text_config_have_the_defaults_of_transformers(name):
 @pytest.mark.parity
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_older_releases_have_the_keys_of_text_outside(name):
-    values = released.TEXT_PARTS[name]
+    values = seeing.TEXT_PARTS[name]
     flat = {key: value for key, value in values.items() if key != "text_config"} | values["text_config"]
     assert read_config(flat) == read_config(values)
     assert read_config(flat) == read_config(transformers.AutoConfig.for_model(**flat).to_dict())
 
 
-@pytest.mark.parametrize("name", released.TEXT_PARTS)
+@pytest.mark.parametrize("name", seeing.TEXT_PARTS)
 def test_every_key_of_text_config_may_be_missing_or_of_any_kind(name):
     """The text part is then read, or refused with a ValueError and no other error."""
-    values = released.TEXT_PARTS[name]
+    values = seeing.TEXT_PARTS[name]
     inner = values["text_config"]
     for key in inner:
         for changed in ({}, *({key: wrong} for wrong in (None, "x", [], {"a": 1}, -1, 1.5, True))):
