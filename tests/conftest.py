@@ -51,7 +51,17 @@ def pytest_runtest_setup(item):
 def pytest_configure():
     """With POSJAX_REQUIRE_PARITY set, a missing library is an error, not a skipped test."""
     if os.environ.get("POSJAX_REQUIRE_PARITY"):
-        required = ("torch", "transformers", "accelerate", "safetensors", "equinox", "gguf", "tokenizers", "lm_eval")
+        required = (
+            "torch",
+            "transformers",
+            "accelerate",
+            "safetensors",
+            "equinox",
+            "gguf",
+            "tokenizers",
+            "lm_eval",
+            "peft",
+        )
         missing = [name for name in required if importlib.util.find_spec(name) is None]
         if missing:
             raise pytest.UsageError(f"POSJAX_REQUIRE_PARITY is set, but {' and '.join(missing)} cannot be imported")
