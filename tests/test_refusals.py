@@ -328,7 +328,7 @@ WITH_FLAGS = (
     *(bias.LinearBias(jnp.ones(4)), bias.ForgetBias(HALF, HALF), bias.BucketBias(HALF, 8, True), masks.Segments(IDS)),
     *(bias.Relative(), bias.Shaw(), bias.RelativeBias(jnp.ones((1, 1, 2, 3)), jnp.ones((3, 4)), False, False)),
     *(rotary.NTKByParts(2.0, 8), rotary.YaRN(2.0, 8), rotary.DynamicYaRN(8), rotary.FoPE(8)),
-    *(DecoderConfig(**MODEL), nn.Norm(), nn.Residual(), nn.Router(), nn.Experts(4, 2, shared_dim=8)),
+    *(DecoderConfig(**MODEL), nn.Norm(), nn.Residual(), nn.Router(), nn.LoRA(), nn.Experts(4, 2, shared_dim=8)),
     *(kernel() for kernel in (linear.Elu, linear.Exponential, linear.Taylor, linear.Limit, linear.Cosine)),
 )
 

@@ -90,9 +90,9 @@ def run_processes(shares: Sequence[Sequence[Group]], trials: bool, console: Cons
                 follow(_started(share, trials, file, console is None))
                 for share, (_, file) in zip(shares, logs, strict=True)
             ]
-            if len(processes) > 1:
-                _split_cores(processes)
             try:
+                if len(processes) > 1:
+                    _split_cores(processes)
                 if console is not None:
                     _watch(processes, [config for share in shares for group in share for config in group], console)
             finally:
@@ -121,7 +121,8 @@ def _split_cores(processes: Sequence[subprocess.Popen]) -> None:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) >= len(processes):
         for number, process in enumerate(processes):
-            os.sched_setaffinity(process.pid, cores[number :: len(processes)])
+            with suppress(ProcessLookupError):  # one that was asked to stop may have ended
+                os.sched_setaffinity(process.pid, cores[number :: len(processes)])
 
 
 def _watch(processes: Sequence[subprocess.Popen], configs: Sequence[Config], console: Console) -> None:

@@ -21,8 +21,8 @@ class InitConfig:
     """
 
     path: str = ""
-    adapter: str = ""
     values: Mapping = field(default_factory=dict)
+    adapter: str = ""
 
 
 def own_tokenizer(path: str) -> str:
