@@ -4,8 +4,17 @@ import io
 from contextlib import redirect_stdout
 
 import pytest
+from released_models import write_released
 
 from train.loop.fit import fit
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """The folder of a tiny released model with its tokenizer, and the model."""
+    folder = tmp_path_factory.mktemp("released") / "tiny"
+    folder.mkdir()
+    return folder, write_released(folder)
 
 
 @pytest.fixture

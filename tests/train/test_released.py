@@ -41,13 +41,6 @@ def programs():
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("released") / "tiny"
-    folder.mkdir()
-    return folder, write_released(folder)
-
-
-@pytest.fixture(scope="module")
 def values(released, tmp_path_factory):
     return few_steps(released[0], tmp_path_factory.mktemp("text"))
 

@@ -53,13 +53,6 @@ def caches_stay():
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("study") / "tiny"
-    folder.mkdir()
-    return folder, write_released(folder)
-
-
-@pytest.fixture(scope="module")
 def values(released, tmp_path_factory):
     """A study of both kinds of cells, with a search of LongRoPE's factors."""
     folder = tmp_path_factory.mktemp("texts")

@@ -16,13 +16,6 @@ from train.model.build import Setup, check_model, evaluated_scheme, scheme_of
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("released") / "tiny"
-    folder.mkdir()
-    return folder, write_released(folder)
-
-
-@pytest.fixture(scope="module")
 def values(released, tmp_path_factory):
     return few_steps(released[0], tmp_path_factory.mktemp("text"))
 
