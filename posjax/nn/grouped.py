@@ -187,8 +187,9 @@ def _outer_on_cpu(sizes, rows, others):
 
     def of_group(out, group, start, end):
         def step(product, first, kept):
-            some = jnp.where(kept, jax.lax.dynamic_slice_in_dim(rows, first, block), 0)
-            return product + _product(some.T, jax.lax.dynamic_slice_in_dim(others, first, block))
+            # Both, since a number of another group that is not finite times 0 is not 0.
+            pair = [jnp.where(kept, jax.lax.dynamic_slice_in_dim(x, first, block), 0) for x in (rows, others)]
+            return product + _product(pair[0].T, pair[1])
 
         none = full_varying_like(out.shape[1:], jnp.float32, rows)
         return out.at[group].set(_for_blocks(start, end, block, step, none))
